@@ -38,6 +38,7 @@ WEIGHTS: dict[str, dict[str, float]] = {
         "colours": 0.45,
         "far": 0.41,
         "few": 0.045,
+        "padded": 0.9,
     },
     "gradient": {
         "always": -0.34,
@@ -53,6 +54,7 @@ WEIGHTS: dict[str, dict[str, float]] = {
         "uneven": 0.28,
         "far": 0.46,
         "few": 0.048,
+        "padded": 0.55,
     },
     "weights": {
         "always": -0.47,
@@ -71,6 +73,7 @@ WEIGHTS: dict[str, dict[str, float]] = {
         "uneven": 0.076,
         "far": 0.04,
         "few": 0.02,
+        "padded": 0.26,
     },
 }
 
@@ -192,7 +195,7 @@ class Geometry:
         dilated = any(step > 1 and size > 1 for step, size in zip(view.dilation, view.window, strict=True))
         return {
             "always": 1,
-            "launch": min(1.0, 4 / most),
+            "launch": (launch := min(1.0, 4 / most)),
             "both": least / most,
             "multiplies": flop_us / (flop_us + byte_us),
             "thin": dense * _below(view.channels, 64),
@@ -210,6 +213,8 @@ class Geometry:
             # Beyond what TMA's maps of images of three axes reach cuDNN takes kernels of sm_80.
             "far": max(reaches) > 31 or max(map(max, pads)) > 16,
             "few": max(0.0, math.log2(device.sms / tiles)),
+            # Pixels are padded to 8 channels by a pass of cuDNN's own, which is slow.
+            "padded": (1 - launch) * (dense and view.groups == 1 and view.channels < 8 and not self.few_colours),
         }
 
 

@@ -24,6 +24,12 @@ CASES = {
     "sm90, weights": (PLAIN, 72, "weights", Config(64, 64, 64, 3, schedule="pingpong")),
     "sm90, phases": (SPREAD, 64, "flipped", Config(64, 64, 64, 3, cluster_n=2)),
     "halo": (view(1, (8, 8), (3, 3), 16, low=(1, 1), high=(1, 1)), 16, "in order", HaloConfig(16, 2, 3)),
+    "halo, more columns than SMs": (
+        view(1, (3, 3), (3, 3), 16, low=(1, 1), high=(1, 1)),
+        40,
+        "in order",
+        HaloConfig(16, 2, 3),
+    ),
     "mma": (PLAIN, 24, "backwards", mma),
     "direct": (EACH, 32, "in order", direct),
     "direct, weights": (EACH, 32, "weights", direct),

@@ -21,6 +21,7 @@ from windows import KINDS, asked, product, shapes, view
 import cutjax
 from benchmarks import oracle
 from cutjax.epilogue.trace import trace
+from cutjax.kernels import families
 from cutjax.kernels.halo import family as halo
 
 pytestmark = pytest.mark.gpu
@@ -124,14 +125,15 @@ class Item:
 
     def prepare(self) -> tuple[Any, ...]:
         """What takes the time of a CPU core alone."""
-        call = cutjax.kernels.families.resolve(self.problem, self.config)
-        assert not isinstance(call, tuple), call
-        call = call.call()
+        kernel = families.resolve(self.problem, self.config)
+        assert not isinstance(kernel, tuple), kernel
+        call = kernel.call()
         if self.walks > 1:  # fewer blocks than tiles: each begins with the next one before it has stored the last
             cut = []
             for launch in call.launches:
-                clusters = launch.grid[0] // launch.cluster[0]
-                cut.append(dataclasses.replace(launch, grid=(-(-clusters // self.walks) * launch.cluster[0], 1, 1)))
+                # Halos have equally many blocks for all columns; others any number of clusters.
+                whole = kernel.columns if launch.kernel.startswith("halo") else launch.cluster[0]
+                cut.append(dataclasses.replace(launch, grid=(-(-launch.grid[0] // whole // self.walks) * whole, 1, 1)))
             call = dataclasses.replace(call, launches=tuple(cut))
         arrays = self.arrays()
         wide = np.float64 if self.gaussian else F32  # which holds sums of small integers exactly
@@ -139,7 +141,7 @@ class Item:
 
 
 def _config(problem: cutjax.Problem, i: int) -> Config:
-    return next(c for c in FEW[i % 3 :] + FEW if not isinstance(cutjax.kernels.families.resolve(problem, c), tuple))
+    return next(c for c in FEW[i % 3 :] + FEW if not isinstance(families.resolve(problem, c), tuple))
 
 
 def _geometries() -> list[Item]:
@@ -299,7 +301,7 @@ def test_epilogue(config, name, gpus):
         fused, [jax.ShapeDtypeStruct((of.rows, n), F32)], [jnp.zeros((1, n), F32), jnp.zeros((of.rows, n), H)]
     ).epilogue.primal
     problem = asked(of, n, "in order", epilogue=epilogue)
-    kernel = cutjax.kernels.families.resolve(problem, config)
+    kernel = families.resolve(problem, config)
     assert not isinstance(kernel, tuple), kernel
     rng = np.random.default_rng(3)
     a, b = (rng.integers(-2, 3, shape).astype(H) for shape in shapes(problem))
@@ -321,6 +323,6 @@ def test_what_is_not_a_number_stays_where_it_is(gpus):
         with np.errstate(invalid="ignore"):
             expected = product(problem, a, b).astype(F32)
         for config in (*FEW[:2], *([cutjax.HaloConfig(16, 2, 4)] if kind != "weights" else [])):
-            call = cutjax.kernels.families.resolve(problem, config).call()
+            call = families.resolve(problem, config).call()
             (out,) = launches.run(problem, call, [a.astype(H), b.astype(H)])
             assert np.array_equal(out, expected, equal_nan=True), (kind, problems.mismatch(out, expected))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import windows
 
-from cutjax.kernels import convolution, families
+from cutjax.kernels import convolution
 from cutjax.kernels.halo import family
 from cutjax.kernels.halo.config import Config
 from cutjax.kernels.halo.weights import turned
@@ -53,6 +53,7 @@ def test_kernels_have_no_spills(name):
 
 REFUSED = {
     "columns of a gradient": asked(n=12),
+    "each channel by itself": asked(channels=1, groups=32),
     "strides or zeros": asked(strides=(2, 2)),
     "channels: TMA": asked(channels=20),
     "halos are of bf16": convolution.weight_gradient(windows.view(2, (9, 9), (3, 3), 32), 32, dtype=np.float32),
@@ -83,7 +84,7 @@ def test_configs_that_are_refused_say_why():
 
 
 def test_shipped_tiles():
-    """All are served, have splits for the SMs that there are, and are not measured: "auto" takes none of them."""
+    """All are served, and have splits for the SMs that there are."""
     for problem in (asked(), asked(channels=4, groups=16), asked(channels=3, strides=(2, 2)), asked(n=3)):
         configs = list(family.configs(problem))
         assert configs
@@ -92,9 +93,6 @@ def test_shipped_tiles():
             found = family.resolve(problem, config)
             assert isinstance(found, Kernel)
             assert 1 <= found.geometry.sets * config.splits <= problem.device.sms
-            assert found.unmeasured
-        best = families.fastest(problem)
-        assert best is None or best[0].family != "halo"
 
 
 def test_images_and_a_gradient_of_few_channels_change_places():

@@ -5,13 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-# Parts of kernels that have not run on a device yet; "auto" takes none that has one.
-UNMEASURED = (
-    "groups of channels",
-    "windows of few channels",
-    "columns that are no whole units of 16 bytes",
-    "gradients of weights",
-)
 ALONG = {1: ("row",), 2: ("row", "images"), 3: ("grid",)}  # by the axes of an image
 # Of sums in a thread's registers, by the warpgroups that multiply, and of columns where operands vary along rows and
 # columns. Calibrated on the compiler's report: no spill below (tests/kernels/test_halo.py).

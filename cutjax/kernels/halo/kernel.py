@@ -12,7 +12,7 @@ from cutjax.kernels.arguments import Argument
 from cutjax.kernels.device import Device
 from cutjax.kernels.halo import cost, text
 from cutjax.kernels.halo.arguments import arguments
-from cutjax.kernels.halo.config import ALONG, MOST_COLUMNS, MOST_SUMS, UNMEASURED, Config
+from cutjax.kernels.halo.config import ALONG, MOST_COLUMNS, MOST_SUMS, Config
 from cutjax.kernels.halo.geometry import BOX, Geometry
 from cutjax.kernels.halo.operands import packing_of, prepared, view_of
 from cutjax.kernels.halo.resolved import Resolved
@@ -49,6 +49,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
         found.append(f"{a} x {short(b.dtype.name)}{by}: halos are of {', '.join(map(short, DTYPES))}")
     elif problem.accumulator.name != "float32":
         found.append(f"{short(problem.a.dtype.name)} added up in {short(problem.accumulator.name)}, not in float32")
+    if view_of(problem).groups > 1 and view_of(problem).channels == 1:
+        found.append("each channel by itself: halos are of wider groups")
     if problem.products > 1:
         found.append(f"{problem.products} products: halos are of one")
     if not packing and (pixel := view.groups * view.channels) % 8:
@@ -71,17 +73,6 @@ class Kernel(Resolved, base.Kernel):
 
     family = "halo"
 
-    @property
-    def unmeasured(self) -> str:
-        """The part of it that has not run on a device, so that it is for backend="cuda" alone; "" where all has."""
-        p, of = self.problem, self.geometry
-        parts = {
-            "groups of channels": view_of(p).groups > 1,
-            "windows of few channels": of.packing is not None,
-            "columns that are no whole units of 16 bytes": of.of_columns and p.n % 8 > 0,
-        }
-        return next((f"halos of {part}" for part, has in parts.items() if has and part in UNMEASURED), "")
-
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the kernel takes, in order."""
@@ -98,8 +89,12 @@ class Kernel(Resolved, base.Kernel):
 
     @property
     def grid(self) -> base.Grid:
-        """The blocks of its launch: as many as run at one time, or as there are tiles."""
-        return base.Grid(self.tiles, 128 * (1 + self.config.consumers), 1, 1)
+        """The blocks of its launch: as many as run at one time, or as there are tiles; of every column equally many.
+
+        All of them are launched, on a device of fewer SMs too: a block keeps the weights of its columns.
+        """
+        rows = min(self.rows, self.problem.device.sms // self.columns)
+        return base.Grid(rows * self.columns, 128 * (1 + self.config.consumers), 1, 0)
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:

@@ -16,7 +16,7 @@ from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.device import Device
 from cutjax.kernels.halo import cost
 from cutjax.kernels.halo.arguments import images_map
-from cutjax.kernels.halo.config import ALONG, UNMEASURED, Config
+from cutjax.kernels.halo.config import ALONG, Config
 from cutjax.kernels.halo.geometry import BOX
 from cutjax.kernels.halo.operands import packing_of, prepared
 from cutjax.kernels.halo.weights import ROWS, Tiles, restored, turned
@@ -28,7 +28,6 @@ from cutjax.kernels.staging import plan_staging
 from cutjax.runtime import sources
 from cutjax.runtime.launch import Pointer, TensorMap
 
-PART = "gradients of weights"
 # Of a thread that multiplies, by the warpgroups that do, and of sums among them. Calibrated on the compiler's report:
 # no spill below (tests/kernels/test_halo_weights.py).
 REGISTERS = {1: 240, 2: 224, 3: 152, 4: 104}
@@ -47,11 +46,6 @@ class Kernel(base.Kernel):
 
     config: Config
     geometry: Tiles
-
-    @property
-    def unmeasured(self) -> str:
-        """The part of it that has not run on a device; "" where all has."""
-        return f"halos of {PART}" if PART in UNMEASURED else ""
 
     @property
     def in_parts(self) -> bool:
@@ -118,19 +112,17 @@ class Kernel(base.Kernel):
         # Of a tile, 64 pixels are four times 16; warpgroups share the tensor cores.
         multiplied = 4 * self.sums * c.consumers * cost.wgmma_cycles(g.columns_of_wgmma)
         loaded = (g.box_bytes + g.gradient_bytes) / cost.L2
-        tile = max(multiplied, loaded) + BETWEEN / c.consumers
         items = g.sets * c.splits
         rounds = -(-items // min(items, device.sms))
-        us = rounds * (-(-g.count // c.splits) * tile + RUN) * cost.cycle(device)
+        tile = max(multiplied, loaded) + BETWEEN / c.consumers
+        us = rounds * -(-g.count // c.splits) * tile * cost.cycle(device)
         p, size = self.multiplied, self.multiplied.a.bytes(1)
-        of_groups = g.columns if g.view.groups > 1 else 1
         pixels = next((x.written for x in self.prepared), g.view.elements * size)
-        moved = (pixels + p.k * p.n * size) * (1 + cost.AGAIN * (g.sets // of_groups - 1))
-        moved_us = moved / (cost.MEMORY * device.bytes_per_second) * 1e6
+        moved_us = (pixels + p.k * p.n * size) / (cost.MEMORY * device.bytes_per_second) * 1e6
         parts = 2 * 4 * c.splits * g.rows * p.n
-        after_us = ADDED_US + 1e6 * parts / (ADDED * device.bytes_per_second)
+        after_us = 1e6 * parts / (ADDED * device.bytes_per_second)
         first_us = cost.LAUNCH_US + copies_us(self.prepared, device)
-        return first_us + cost.together(us, moved_us) + after_us
+        return first_us + cost.together(cost.slowed(us), moved_us) + after_us
 
     @property
     def grid(self) -> base.Grid:
@@ -138,9 +130,10 @@ class Kernel(base.Kernel):
         return base.Grid(self.tiles, 128 * (1 + self.config.consumers), 1, 1)
 
 
-# Not fitted yet: cycles from a tile's wgmmas to the next one's, and from one item to the next; the time of XLA's sums,
-# and their share of the rate of memory.
-BETWEEN, RUN, ADDED_US, ADDED = 200, 3000, 2.5, 0.5
+# Cycles from a tile's wgmmas to the next one's, of one warpgroup, and the share of the rate of memory at which what is
+# stored is added up, in L2. Fitted to 12 gradients on an H200 (benchmarks/results/experiments/halos-h200.json), all of
+# 3 or 4 warpgroups: they are predicted within 10%.
+BETWEEN, ADDED = 130, 1.7
 PARTS = 1, 2, 3, 4  # of the taps along the innermost axis, each a unit
 WASTED = 1.35  # units that warpgroups have over those that there are, at most
 EVERY = 1, 2, 4, 8  # of how many SMs one has a split

@@ -19,6 +19,9 @@ IMAGES = {
     "short": 0.17,
     "wasted": 0.2,
     "pairs": 0.06,  # of CTAs that share weights, ping-pong: 50 of the same tiles alone took 6% less
+    "packed": 0.14,  # rows of windows as channels: with what follows, 15 kernels of 8 convolutions
+    "packed_pairs": 0.29,
+    "packed_large": 0.17,
 }
 WEIGHTS = {
     "always": 0.02,
@@ -32,9 +35,9 @@ WEIGHTS = {
     "grouped": 0.16,
     "few_pairs": 0.22,
     "one_column": 0.26,  # of such tiles, in images: 3 kernels
+    "packed": 0.14,  # as above, 8 kernels of 4 convolutions
+    "packed_large": 0.28,
 }
-# What has not been timed takes so much more: rows of windows that are packed as channels, and phases in one launch.
-PACKED = 1.15
 # Of phases, threads store each row to a place of its own: microseconds an SM takes for 128 bytes of one, and for less,
 # beside all else. Of 13 gradients and transposed convolutions on an H200, at 2 configs each.
 ROW_US, SHORT_ROW_US = 0.0032, 0.0021
@@ -45,7 +48,7 @@ def over(kernel: Resolved) -> Any:
     p, c, n = kernel.asked, kernel.config, kernel.multiplied.n
     view = windows.view_of(p)
     assert view is not None
-    weights = p.a.contiguous == "mn"
+    weights, packed = p.a.contiguous == "mn", windows.packed(p) is not None
     true = {
         "always": 1,
         "narrow": c.bn <= 32,
@@ -59,9 +62,12 @@ def over(kernel: Resolved) -> Any:
         "pairs": (c.cluster_m > 1) & (c.coop == 0) & (c.bn >= 64) & (windows.chunk(p) >= 64),
         "few_pairs": (c.cluster_m > 1) & (c.bn <= 64),
         "one_column": (c.bm == 256) & (c.bn == 128) & (n == 128 and len(view.window) > 1),
+        "packed": packed,
+        "packed_pairs": (c.cluster_m > 1) & (c.coop == 0) & packed,
+        "packed_large": packed and p.bytes > p.device.l2_bytes,
     }
     found = sum(weight * true[name] for name, weight in (WEIGHTS if weights else IMAGES).items())
-    return exp(found) * (PACKED if windows.packed(p) else 1.0)
+    return exp(found)
 
 
 def of_phases(kernel: Resolved, us: Any, device: Device) -> Any:

@@ -76,9 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(PARAMETERS) {
   u32 boxes = pinned(shared_address(shared_memory)), kept = boxes + CONSUMERS * STAGES * images.stage_bytes;
   u32 staging = kept + weight_bytes, barriers = staging + CONSUMERS * 4 * D_BUFFER_BYTES;
   u32 weights_barrier = barriers + CONSUMERS * STAGES * 16;
-  // Blocks beside each other have the same runs, each its columns of them; what is left of the grid has none.
+  // Blocks beside each other have the same runs, each its columns of them: the grid is of equally many for all columns.
   int blocks = gridDim.x / columns, block = blockIdx.x / columns, column = blockIdx.x % columns * BN;
-  if (block >= blocks) return;
   if (threadIdx.x == 0) {
     prefetch_tensormap(images.map);
     prefetch_tensormap(weights.map);
