@@ -241,7 +241,7 @@ def _tiles(p: Problem) -> int:
 
 
 def _waves(p: Problem, device: Device) -> float:
-    """Returns how many times as long tiles take in whole waves, one to an SM, as if they filled the last of them."""
+    """Returns the tiles that whole waves would have, one to an SM, for each that there is."""
     return math.ceil(_tiles(p) / device.sms) * device.sms / _tiles(p)
 
 
