@@ -54,7 +54,7 @@ def fastest(
         asked = problem and in_precision(problem, precision)
         if not asked or isinstance(asked, Choice):
             return plans[0], backend
-        kernel = choose(asked, backend="cuda")
+        kernel = choose(asked, backend=backend, lead=lead)  # none where XLA would multiply this plan instead
         if kernel.time_us is not None and kernel.resolved is not None:
             # A copy of what the kernel reads another copy of is one pass over memory: XLA fuses them.
             again = {operand.buffer for operand in kernel.resolved.prepared}
