@@ -90,3 +90,15 @@ def test_values_are_the_same_whatever_is_chosen(dtype):
     expected = jnp.einsum("bsic,bsjd->bijcd", x, y)
     found = cutjax.einsum("bsic,bsjd->bijcd", x, y)
     assert jnp.allclose(found.astype(F), expected.astype(F), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("equation", ["ijeb,ae->ijab", "ae,ijeb->ijab"])
+def test_gradients_of_what_xla_multiplies_in_one_kernel(equation):
+    sizes = {"i": 4, "j": 8, "e": 96, "b": 96, "a": 32}
+    shapes = [tuple(sizes[x] for x in seq) for seq in equation.split("->")[0].split(",")]
+    assert fastest(equation, shapes, F)[1][1] == "xla"
+    x, y = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+    expected = jax.grad(lambda x, y: jnp.sin(jnp.einsum(equation, x, y)).sum(), (0, 1))(x, y)
+    found = jax.grad(lambda x, y: jnp.sin(cutjax.einsum(equation, x, y)).sum(), (0, 1))(x, y)
+    for a, b in zip(found, expected, strict=True):
+        assert jnp.allclose(a, b, rtol=1e-3, atol=2e-3)
