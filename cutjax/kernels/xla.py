@@ -125,7 +125,8 @@ def _of_rates(p: Problem, device: Device) -> float | None:
     moved = p.bare.bytes if p.plain else p.bare.bytes + product + p.bytes
     passes = 1 if p.plain else 1 + p.products
     small_us = 0.0 if device.tensor(p.a.dtype, p.math) else XLA_SMALL_US * p.batch_size * p.products / device.sms
-    return 2.0 * passes + max(1e6 * p.flops / rate, 1e6 * moved / device.bytes_per_second, small_us)
+    us = 2.0 * passes + max(1e6 * p.flops / rate, 1e6 * moved / device.bytes_per_second, small_us)
+    return us + _transposes_us(p, device)
 
 
 def _narrow_us(p: Problem, into: Problem, device: Device) -> float | None:
@@ -187,8 +188,7 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
     unaligned = bool(copied or odd)
     flop_us, byte_us = _roofline_us(p, device)
     multiplies = flop_us / (flop_us + byte_us)
-    tiles = math.ceil(p.m / 128) * math.ceil(p.n / 128) * p.batch_size
-    few, deep = max(0.0, math.log2(device.sms / tiles)), max(0.0, math.log2(p.k / 4096))
+    few, deep = max(0.0, math.log2(device.sms / _tiles(p))), max(0.0, math.log2(p.k / 4096))
     true = {
         "always": 1,
         "launch": 1 / ours,
@@ -231,10 +231,18 @@ def _unaligned_us(p: Problem, device: Device, padded_us: float) -> float:
     """
     slower = _UNALIGNED[p.layout][any(rows % 2 for rows in _rows(p))]
     flop_us, byte_us = _roofline_us(p, device)
-    tiles = math.ceil(p.m / 128) * math.ceil(p.n / 128)
-    waves = math.ceil(tiles / device.sms) * device.sms / tiles
-    multiplied_us = 2 + math.hypot(slower * flop_us * waves, 1.6 * byte_us)
-    return multiplied_us if tiles >= device.sms else min(multiplied_us, padded_us)
+    multiplied_us = 2 + math.hypot(slower * flop_us * _waves(p, device), 1.6 * byte_us)
+    return multiplied_us if _tiles(p) >= device.sms else min(multiplied_us, padded_us)
+
+
+def _tiles(p: Problem) -> int:
+    """Returns the number of tiles of 128 x 128."""
+    return math.ceil(p.m / 128) * math.ceil(p.n / 128) * p.batch_size
+
+
+def _waves(p: Problem, device: Device) -> float:
+    """Returns the tiles that whole waves would have, one to an SM, for each that there is."""
+    return math.ceil(_tiles(p) / device.sms) * device.sms / _tiles(p)
 
 
 _LEAST_WEIGHTS = 1 << 16  # elements: of the smallest products of few rows that were measured
@@ -254,7 +262,7 @@ def _few_rows_us(p: Problem, device: Device) -> float:
 # (benchmarks/results/experiments/wide-h200.json). Those of float8 are the least of six that take 0.252 to 0.266 at 4096
 # rows and more. Of two float8_e5m2 none was measured: cuBLAS has none, so they are no faster than 16 bits.
 _OTHERS = {
-    "tf32": (1.15, 0.0),
+    "tf32": (1.115, 0.0),  # and as many times longer as the last wave of tiles lacks
     "bf16": (0.585, 0.24),
     "bf16x3": (1.44, 1.23),
     "bf16x6": (2.92, 2.74),
@@ -265,6 +273,10 @@ _OTHERS = {
     "complex64": (7.2, 0.0),  # of 2048 cubed (mma-h200.json)
 }
 
+
+# How many times as long cuBLAS multiplies TF32 where neither operand lies along k, as wgmma reads them: 19 GFLOP took
+# 108 us tn and 61 nt (benchmarks/results/experiments/contractions-h200.json).
+_ACROSS_TF32 = 1.75
 
 # cuBLAS multiplies float8 only where rows of both operands lie along k; XLA transposes the others before, and reaches
 # this share of the memory's bandwidth: 0.06 and 0.07 of 4096 x 7168 x 16384 and 4096 x 24576 x 1536 nn on an H200,
@@ -291,10 +303,15 @@ def _others_us(p: Problem, device: Device) -> float | None:
         return None
     multiplied, split = _OTHERS[name]
     multiply_us = multiplied * 1e6 * p.flops / device.peak(np.dtype(np.float32), "tf32")
+    if name == "tf32":  # of fewer tiles than SMs it divides k
+        multiply_us *= (_ACROSS_TF32 if p.layout == "tn" else 1.0) * (
+            _waves(p, device) if _tiles(p) > device.sms else 1.0
+        )
     us = 2 + max(multiply_us + split * p.bytes / 1e6, 1e6 * p.bytes / device.bytes_per_second)
     if name == "float8" and (turned := _turned_bytes(p)):
         fused_us = FUSED_US + 1e6 * p.bytes / (FUSED_BYTES * device.bytes_per_second) + _FUSED_FLOAT8 * multiply_us
         us = min(us + 1e6 * 2 * turned / (_TURNED_SHARE * device.bytes_per_second), fused_us)
+    us += _transposes_us(p, device)
     return us if p.plain else us + 1 + 1e6 * 2 * p.result_bytes / device.bytes_per_second
 
 
@@ -302,15 +319,17 @@ def _transposes_us(p: Problem, device: Device) -> float:
     """Returns the microseconds of XLA's copies of arrays that lie in an order which its product cannot walk.
 
     cuBLAS walks one batch axis, at any stride and with any pitch of rows: axes that are neighbours in memory are one.
-    Where each operand lacks an axis of the batch, XLA multiplies all rows by all columns and transposes the result.
+    An axis that one operand lacks is none of the batch to XLA: it merges it with the other's rows, or columns, which it
+    transposes for it unless they lie along k, and whose result it transposes back where they are columns.
     """
     copied = 0.0
-    crossed = all(batch != p.batch for batch in (p.a.batch, p.bs[0].batch))
+    lacks = [x.batch != p.batch for x in (p.a, p.bs[0])]
+    merged = [lacks[1] and p.a.contiguous != "k", lacks[0] and p.bs[0].contiguous != "k", lacks[0]]
     dtypes = p.a.dtype, p.bs[0].dtype, p.out_dtype
-    for order, shape, dtype, result in zip(p.orders, p.shapes, dtypes, (False, False, True), strict=True):
+    for order, shape, dtype, moved in zip(p.orders, p.shapes, dtypes, merged, strict=True):
         moving = [axis for axis in order if shape[axis] != 1]
         places = [moving.index(axis) for axis in range(len(p.batch)) if axis in moving]
-        if (crossed and result) or (places and places != list(range(places[0], places[0] + len(places)))):
+        if moved or (places and places != list(range(places[0], places[0] + len(places)))):
             # 3.2 to 3.8 bytes in 1000 a nanosecond on an H200: benchmarks/results/experiments/strided-h200.json
             copied += 2e6 * math.prod(shape) * dtype.itemsize / (0.8 * device.bytes_per_second) + 1
     return copied

@@ -229,8 +229,10 @@ class _Search:
     ):
         self.sizes, self.nbytes, self.final, self.apart = sizes, nbytes, final, apart
         lhs, rhs, out = seqs
-        # The result ends in an axis of the columns, so of which operand decides which is b.
-        self.swapped = 2 not in copied and bool(out) and out[-1] in lhs and out[-1] not in rhs
+        # The result ends in an axis of the columns, so of which operand decides which is b. Where it is copied
+        # the larger operand is a.
+        ends_in_lhs = bool(out) and out[-1] in lhs and out[-1] not in rhs
+        self.swapped = nbytes[1] > nbytes[0] if 2 in copied else ends_in_lhs
         self.a, self.b = (1, 0) if self.swapped else (0, 1)
         self.seqs, self.copied = seqs, copied
 

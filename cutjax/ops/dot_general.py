@@ -121,7 +121,7 @@ def permuted(
         return of_lax(lhs, rhs)
     precision = dot_precision.canonical(precision, "dot_general")
     if not divided:
-        found = fastest(plans, lhs, rhs, out.dtype, precision, backend, LEAD)
+        found, backend = fastest(plans, lhs, rhs, out.dtype, precision, backend, LEAD)
         if found is None:
             return of_lax(lhs, rhs)
         plan = found

@@ -68,7 +68,7 @@ PLAIN = {
 }
 
 
-# By FMA, whose lanes pass accumulators on; DMMA of as much of k as there are registers for.
+# By FMA; DMMA of as much of k as there are registers for.
 TILES = {
     "f32": (Item("f32", "dense", "nt", 72, 72, 19, "operands", arch="sm_90a"), MmaConfig(64, 64, 8, 64, 64, stages=3)),
     "f32 sliced": (Item("f32", "dense", "tn", 33, 40, 40, arch="sm_80"), MmaConfig(32, 32, 16, 16, 32, 2, stages=2)),

@@ -24,9 +24,6 @@ FRAGMENTS = {
     "decode": (*_LANES, "mma/narrow.cuh", "mma/decode_bytes.cuh", "mma/tensor.cuh"),
 }
 
-# Whether lanes that multiply by FMA read a and b in an order of which shared memory serves twice as many at once.
-INTERLEAVED = True
-
 _FILES = {Gathered: "gather", Im2col: "im2col", Taps: "taps", Joined: "joined"}  # of the views that are not plain
 
 
@@ -52,7 +49,6 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "SLICE": way.slice(config, problem.arch),
         "LOAD_TURNS": kernel.load_turns,
         "SLICES_AT_ONCE": kernel.slices_at_once,
-        "INTERLEAVED": INTERLEAVED,
         "ELEMENT": problem.a.bytes(1),
         "ELEMENT_B": problem.bs[0].bytes(1),
         "A_K_MAJOR": problem.a.contiguous == "k",

@@ -1,17 +1,7 @@
 // Products by fused multiply-adds of one element each, of any dtype of 4, 8 or 16 bytes: Acc is the elements' type too.
 // Complex numbers are four products of their components.
 //
-// A thread has rows r + 8 i of a and columns 2 c + e + 8 j of b. As the accumulators lie, lane l has r = l / 4 and c =
-// l % 4; while it multiplies, where INTERLEAVED, bits 0, 3 and 4 of l are r, and bits 1 and 2 c: then lanes l and l ^ 2
-// read the same of a, and l and l ^ 1 the same of b, so that 16 lanes' 16 bytes each are read at once, and not 8 lanes'.
-DEVICE int lane_row() {
-  int lane = threadIdx.x % 32;
-  return INTERLEAVED ? lane % 2 + lane / 8 * 2 : lane / 4;
-}
-DEVICE int lane_column() {
-  int lane = threadIdx.x % 32;
-  return INTERLEAVED ? lane / 2 % 4 : lane % 4;
-}
+// A thread has rows l / 4 + 8 i of a and columns 2 (l % 4) + e + 8 j of b, as the accumulators lie.
 
 // d += a b. Integers wrap.
 DEVICE void multiply_add(float& d, float a, float b) { fma_rn(d, a, b); }
@@ -47,8 +37,8 @@ struct Multiplier {
   u32 offset_a, offset_b;  // of this lane's first row and column in a line
 
   DEVICE Multiplier(int row, int column)
-      : offset_a(position<true>(row + lane_row()) * COMPONENT_BYTES),
-        offset_b(position<false>(column + lane_column() * 2) * COMPONENT_BYTES) {}
+      : offset_a(position<true>(row + threadIdx.x % 32 / 4) * COMPONENT_BYTES),
+        offset_b(position<false>(column + threadIdx.x % 4 * 2) * COMPONENT_BYTES) {}
 
   DEVICE void load(Fragments& to, u32 tile_a, u32 tiles_b, int k) const {
     constexpr int ROWS = VECTOR < 2 * M_FRAGMENTS ? VECTOR : 2 * M_FRAGMENTS;  // at once
@@ -99,17 +89,11 @@ struct Multiplier {
     }
   }
 
-  // After the last slice: accumulators go to the lanes where they lie. The epilogue stores pairs of neighbours, and the
-  // compiler would have them in pairs of registers in the whole loop, where half of the multiply-adds would read two
-  // registers of one bank then: if no lane passes them on, words of different rows are pairs first.
+  // After the last slice. The epilogue stores pairs of neighbours, and the compiler would have them in pairs of
+  // registers in the whole loop, where half of the multiply-adds would read two registers of one bank then: words of
+  // different rows are pairs first.
   DEVICE void arrange(Accumulators& d) const {
-    if constexpr (INTERLEAVED) {
-      constexpr int WORDS = sizeof(Accumulators) / 4;
-      u32(&words)[WORDS] = reinterpret_cast<u32(&)[WORDS]>(d);
-      int lane = threadIdx.x % 32, from = lane / 4 % 2 + lane % 4 * 2 + lane / 8 * 8;
-#pragma unroll
-      for (int i = 0; i < WORDS; ++i) words[i] = __shfl_sync(~0u, words[i], from);
-    } else if constexpr (COMPONENT_BYTES == 4 && SLICES_AT_ONCE * SLICE * WARPS_K < BK) {
+    if constexpr (COMPONENT_BYTES == 4 && SLICES_AT_ONCE * SLICE * WARPS_K < BK) {
       constexpr int COUNT = PRODUCTS * M_FRAGMENTS * N_FRAGMENTS, HALF = sizeof(AccFragment) / 8;
       u32(&words)[COUNT][2 * HALF] = reinterpret_cast<u32(&)[COUNT][2 * HALF]>(d);
       u32 zero = pinned(0);
