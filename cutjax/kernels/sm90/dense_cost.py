@@ -140,7 +140,7 @@ def features(kernel: Resolved, device: Device) -> Features:
         sliced=c.sliced,
         promoted=kernel.way.each,
         scaled=kernel.way.each and scales.scaled(p),
-        a_reads=where(kernel.sums.loaded, 1, kernel.sums.columns),
+        a_reads=kernel.sums.columns,
         change=prologue.change_us(c, p),
         pingpong=1 - c.coop,
         halves=c.coop & (c.consumers > 1),
