@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cutjax.kernels import staging
-from cutjax.kernels.columns import ceil, each, maximum, where
+from cutjax.kernels.columns import ceil, each, maximum
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
