@@ -157,8 +157,8 @@ class Convolution(Product):
             return (*self.window, a.shape[-1] // self.feature_groups)
         return (a.shape[-1 - self.rows], *self.grid)
 
-    def along_rows(self, a: jax.Array, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        return [_along_all(x, self._row_sizes(a)) for x in operands]
+    def whole_operands(self, factors: Factors, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        return [_along_all(x, self._row_sizes(factors.a)) for x in operands]
 
     def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
         """Merges batch axes into images where weights are for all."""

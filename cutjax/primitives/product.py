@@ -245,8 +245,8 @@ class Product:
             for x in operands
         )
 
-    def along_rows(self, a: jax.Array, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Returns an epilogue's operands, those that vary along some axes of the rows broadcast along all of them."""
+    def whole_operands(self, factors: Factors, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Returns an epilogue's operands, broadcast along axes of which kernels read them all or none."""
         return operands
 
     def groups(self, bs: Sequence[Any]) -> int | None:
@@ -321,7 +321,7 @@ def bind(
 ) -> list[jax.Array]:
     """Binds a product with an epilogue; where the bs have no batch of their own, its batch axes become rows."""
     factors, operands = match_varying(factors, operands)
-    operands = product.along_rows(factors.a, operands)
+    operands = product.whole_operands(factors, operands)
     folded = product.fold(epilogue, factors, operands)
     if folded is None:
         return bind_as_is(product, epilogue, factors, operands, **params)

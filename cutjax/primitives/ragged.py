@@ -23,7 +23,7 @@ from jax import lax
 from cutjax import dot_precision
 from cutjax.binding.define import define
 from cutjax.binding.placement import Labels, Placement, batch_labels
-from cutjax.binding.rules import batch_axis, check_varying, is_zero, on_mesh, zero_tangent
+from cutjax.binding.rules import batch_axis, check_varying, is_zero, on_mesh, with_rank, zero_tangent
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import REDUCTIONS, Epilogue, OperandSpec
 from cutjax.kernels.device import Device
@@ -259,6 +259,12 @@ class Depth(_InGroups):
 
     def specs(self, a: jax.Array, operands: Sequence[jax.Array]) -> tuple[OperandSpec, ...]:
         return tuple(dataclasses.replace(spec, batch=spec.batch[:-1]) for spec in super().specs(a, operands))
+
+    def whole_operands(self, factors: Factors, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Returns the operands with all groups: kernels read each group's own."""
+        groups = factors.context[0].shape[-1] - self.leading
+        operands = [with_rank(x, max(x.ndim, 3)) for x in operands]
+        return [jnp.broadcast_to(x, (*x.shape[:-3], groups, *x.shape[-2:])) for x in operands]
 
 
 @dataclasses.dataclass(frozen=True)

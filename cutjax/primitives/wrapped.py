@@ -68,8 +68,8 @@ class Wrapped(Product):
     def specs(self, a: jax.Array, operands: Sequence[jax.Array]) -> tuple[OperandSpec, ...]:
         return self.product.specs(a, operands)
 
-    def along_rows(self, a: jax.Array, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        return self.product.along_rows(a, operands)
+    def whole_operands(self, factors: Factors, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return self.product.whole_operands(factors, operands)
 
     def groups(self, bs: Sequence[Any]) -> int | None:
         return self.product.groups(bs)

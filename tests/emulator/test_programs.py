@@ -56,6 +56,21 @@ def test_scales_of_blocks():
     np.testing.assert_array_equal(on_kernels(fn, *arrays, names=["scaled"]), wide[0] @ wide[1].T)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # of Hopper's kernels, and of any GPU's
+def test_a_scale_of_all_groups(dtype):
+    rng = np.random.default_rng(0)
+    x, dy = integers(rng, (40, 32), dtype), integers(rng, (40, 16), E4M3)
+    for scale in (jnp.full(1, 0.5, jnp.bfloat16), jnp.asarray(2.0 ** rng.integers(-2, 3, (1, 16)), F32)):
+
+        def fn(x, dy, scale, sizes):
+            return cutjax.grouped_outer(x, Quantized(dy, scale), sizes, out_dtype=F32, precision="highest")
+
+        got = on_kernels(fn, x, dy, scale, jnp.array([8, 0, 17]), names=["groups_k"])
+        wide = np.asarray(x, np.float32), np.asarray(dy, np.float32) * np.asarray(scale, np.float32)
+        exact = [wide[0][rows].T @ wide[1][rows] for rows in (slice(0, 8), slice(0, 0), slice(8, 25))]
+        np.testing.assert_array_equal(got, np.stack(exact))
+
+
 def test_rows_by_index():
     rng = np.random.default_rng(0)
     routing = cutjax.route(jax.random.normal(jax.random.key(0), (37, 16), F32), 3)

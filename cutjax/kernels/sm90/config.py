@@ -33,16 +33,12 @@ class Sums:
       buffers: parts whose sums are kept at a time: 2 where one is added while the next is multiplied.
       registers: that the sums take, of a thread.
       group: blocks of k that are promoted beside each other.
-      turns: slices of k that a warpgroup still multiplies when it is the other's turn; 0 where none waits for another.
-      loaded: whether all parts of the tile's columns have their rows of a from registers.
     """
 
     columns: Any
     buffers: Any
     registers: Any
     group: Any = 1
-    turns: Any = 0
-    loaded: Any = False
 
 
 class Sizes:
@@ -105,17 +101,16 @@ class Sizes:
         """
         width, accumulators = self.bn * problem.products, self.accumulator_registers * problem.products
         decodes = operands.in_bytes(problem.a, problem.bs[0])
-        turns = self.coop & (self.storers == 2) & (not decodes)
+        shared = self.coop & (self.storers == 2) & (not decodes)
         wide = 2 * accumulators > MAX_ACCUMULATORS
-        columns = where((self.m_blocks == 1) & (width % 16 == 0) & (wide | (turns == 0)), 2, 1)
+        columns = where((self.m_blocks == 1) & (width % 16 == 0) & (wide | (shared == 0)), 2, 1)
         parts = self.m_blocks * columns
-        buffers = where((parts > 1) & (2 * accumulators <= MAX_ACCUMULATORS) & (turns == 0), 2, 1)
+        buffers = where((parts > 1) & (2 * accumulators <= MAX_ACCUMULATORS) & (shared == 0), 2, 1)
         # Blocks that are decoded are longer text; those whose columns have scales of their own spill.
         scale = problem.bs[0].scale
         most = 1 if scale and scale.mn % 8 else 2 if decodes else 4
         group = where(buffers == 2, most, 1)
-        loaded = (columns == 2) & (buffers == 1) & LOADED & (not decodes and problem.a.view is None)
-        return Sums(columns, buffers, buffers * accumulators // parts, group, where(turns, TURNS, 0), loaded)
+        return Sums(columns, buffers, buffers * accumulators // parts, group)
 
     @property
     def cluster(self) -> Any:
@@ -366,8 +361,6 @@ def _digest(epilogue: Epilogue) -> str:
     return hashlib.sha256(repr(epilogue).encode()).hexdigest()[:8]
 
 
-TURNS = 1  # of 4 slices of k
-LOADED = True  # a of parts from registers
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
 # compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192

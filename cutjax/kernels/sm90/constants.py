@@ -28,8 +28,9 @@ class Constants:
       unpacked: what weights of 4 bits, and their scales, add to the latter.
       beside: the exponent with which two warpgroups' decoding and multiplying add up; those of one do.
       sliced: the latter where four warpgroups decode, over what it takes where two do.
-      promoted, scaled: what adding up the sums of each k block apart adds to the time of wgmma, and their scales.
-      paired: what a cluster adds to it there, in place of multicast.
+      promoted, reread: what adding up the sums of each k block apart adds to the time of wgmma, in place of a cluster's
+        multicast, and doing so in parts that each read an operand again, where no scales hide it.
+      scaled: microseconds of a k block that their scales take.
       twin: the part of an epilogue that two blocks on an SM do not hide.
       threads, transposed: what stores without TMA, and transposed ones, add to it.
       cluster: microseconds that a cluster costs.
@@ -86,7 +87,7 @@ class Constants:
     sliced: float
     promoted: float
     scaled: float
-    paired: float
+    reread: float
 
 
 # On an H200: benchmarks/results/sweeps/products-h200.json.
@@ -129,9 +130,9 @@ CONSTANTS = Constants(
     fragment=0.00437,
     unpacked=1.5,
     beside=1.105,
-    sliced=0.7,  # not measured
-    promoted=0.0,
-    scaled=0.0,
-    paired=0.1314,
+    sliced=0.7,  # of 39 kernels of experiments/fp8-sliced-h200.json: their order beside each other
+    promoted=0.428,  # this and the next two: 20 float8 kernels of experiments/fp8-sliced-h200.json, to 9%
+    scaled=0.0937,
+    reread=0.14,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cutjax.kernels import staging
-from cutjax.kernels.columns import ceil, each, maximum, where
+from cutjax.kernels.columns import ceil, each, maximum
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
@@ -59,6 +59,7 @@ class Features(NamedTuple):
       sliced: four warpgroups decode, and share k blocks.
       promoted, scaled: the sums of each k block are added up apart; times scales.
       a_reads: how often a is read from shared memory, once for each part of the columns.
+      sum_parts: of a tile of a warpgroup, whose sums are promoted one after the other.
       change: microseconds in which a block's threads change the columns of a k block by a prologue.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
       copied, copies: bytes read and written, and number, of operands copied before the launch.
@@ -102,6 +103,7 @@ class Features(NamedTuple):
     promoted: Any
     scaled: Any
     a_reads: Any
+    sum_parts: Any
     change: Any
     reads: Any
     result: Any
@@ -140,7 +142,8 @@ def features(kernel: Resolved, device: Device) -> Features:
         sliced=c.sliced,
         promoted=kernel.way.each,
         scaled=kernel.way.each and scales.scaled(p),
-        a_reads=where(kernel.sums.loaded, 1, kernel.sums.columns),
+        a_reads=kernel.sums.columns,
+        sum_parts=kernel.sums.columns * c.m_blocks,
         change=prologue.change_us(c, p),
         pingpong=1 - c.coop,
         halves=c.coop & (c.consumers > 1),
@@ -259,11 +262,13 @@ def costs(f: Features, c: Constants) -> Costs:
     sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
     slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) * (f.steps == 0) + c.narrow * (f.b_short > 0)
-    slower = slower + (c.multicast + (c.paired - c.multicast) * f.promoted) * f.multicasts
-    slower = slower + c.promoted * f.promoted + c.scaled * f.scaled
+    slower = slower + c.multicast * (1 - f.promoted) * f.multicasts
+    slower = slower + c.promoted * f.promoted + c.reread * (f.sum_parts - 1) * f.promoted * (1 - f.scaled)
     # Written, and read: b once for each 64 rows of a.
     operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2
-    multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
+    multiply = sharing * (
+        c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block + c.scaled * f.scaled
+    )
     fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
     decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
     decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change

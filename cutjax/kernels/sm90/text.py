@@ -20,8 +20,6 @@ from cutjax.runtime import sources
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, and p + 4 c fit 5 of 96. A
 # producer that copies scales has their addresses, one that copies rows indices and addresses of 16 of them.
 REGISTERS, OF_SLICES, OF_SCALES, OF_ROWS = (40, 232), (32, 112), (56, 224), (72, 216)
-# Of float8, k blocks whose sums in 14 bits are added up in float32 at once.
-EVERY = 1
 # Accumulators beside which threads stage pairs of 4 bytes element by element, in an order in which all banks are served
 # at once; as pairs, those of two rows meet in a bank. More leave too few registers for its addresses. -1: never.
 TURNS_BESIDE = 128
@@ -36,7 +34,6 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     of_windows = windows.chunk(problem) if view else 0
     decoded = operands.decoded(problem.a, problem.bs[0])
     parts, scaled = kernel.sums, scales.scaled(problem)
-    loaded = "_loaded" * parts.loaded
     each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
     producer, consumer = OF_SLICES if config.sliced else OF_SCALES if scaled else REGISTERS
     if problem.a.gathered:
@@ -58,8 +55,6 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "COLUMN_PARTS": parts.columns,
         "SUM_BUFFERS": parts.buffers,
         "GROUP": parts.group,
-        "TURNS": parts.turns,
-        "EVERY": EVERY if parts.buffers == 1 and parts.columns * config.m_blocks == 1 and not scaled else 1,
         "RELEASING_WARPS": 4 if scaled else 1,
         "STAGES": config.stages,
         **{f"{name.upper()}_FIRST": name in config.evict_first for name in "abd"},
@@ -134,7 +129,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
                 problem.bs[0].dtype,
                 a_k_major,
                 b_k_major,
-                decoded or parts.loaded,
+                bool(decoded),
             ),
             "sm90/tiles.cuh",
             "sm90/clear.cuh",
@@ -149,7 +144,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/producer.cuh",
             *_change(problem),
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
-            *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else [f"sm90/multiply{loaded}.cuh"]),
+            *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else ["sm90/multiply.cuh"]),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),

@@ -100,7 +100,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     Accumulators accumulators;
     int first_row = PING_PONG ? 0 : consumer % STORERS * ROWS_PER_CONSUMER;
     int index = blockIdx.x / CTAS, turn = 0;
-    if (TURNS > 0 && consumer == 1) bar_arrive(FIRST_TURN, 256);
     if (SLICED > 1 && consumer < STORERS) bar_arrive(SUMS_BARRIER + 1, CONSUMERS * 128);
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.

@@ -14,72 +14,42 @@ DEVICE void each(F f) {
   }
 }
 
-// Of two warpgroups that share tiles, each has a barrier that says that it is its turn; the first one's is first.
-DEVICE void begin_turn(int barrier) {
-  if constexpr (TURNS > 0) bar_sync(barrier + FIRST_TURN - EPILOGUE_BARRIER, 256);
-}
-
-DEVICE void end_turn(int barrier) {
-  if constexpr (TURNS > 0) bar_arrive((barrier - EPILOGUE_BARRIER ^ 1) + FIRST_TURN, 256);
-}
-
-// Of what it does not multiply.
-template <int COUNT>
-DEVICE void pass_turns(int barrier) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    begin_turn(barrier);
-    end_turn(barrier);
-  }
-}
-
 // One warpgroup: accumulators, over all k blocks, the sums of each of which are promoted. They are made in parts, of 64
 // rows and PART_COLUMNS, one after the other. With two SUM_BUFFERS a part is added while the next is multiplied; with
 // one, while another warpgroup multiplies, and tiles may be larger.
-//
-// Two that multiply a part at the same time would be done at the same time, and add while nobody multiplies. So they
-// take TURNS: one begins when the other has TURNS slices left, which is as long as its first instruction takes.
 template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
 DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pipeline& pipe, SharedTiles shared,
                        int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   constexpr int PARTS = BLOCKS * COLUMN_PARTS, BUFFERS = PARTS < SUM_BUFFERS ? PARTS : SUM_BUFFERS;
   constexpr int SLICES_OF_STAGE = BK * B_BITS / 256;
   static_assert(BUFFERS <= 2 && PARTS % BUFFERS == 0 && PAIRS == 1);
-  static_assert(TURNS == 0 || (BUFFERS == 1 && CONSUMERS == 2 && !PING_PONG && TURNS < SLICES_OF_STAGE));
   PartSums sums[BUFFERS] = {};
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
   StageOfA a(row, thread);
-  auto issue = [&](auto part, bool more) {  // more of the same sums
+  auto issue = [&](auto part) {
     constexpr int PART = decltype(part)::value, BLOCK = PART / COLUMN_PARTS;
     if constexpr (PART % COLUMN_PARTS == 0) a.template begin<BLOCK>(shared.a(pipe.stage));
     OperandB::Descriptor b(shared.b(pipe.stage));
-    begin_turn(barrier);
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < SLICES_OF_STAGE; ++slice) {
+    for (int slice = 0; slice < SLICES_OF_STAGE; ++slice)
       wgmma(sums[PART % BUFFERS], a.template at<BLOCK>(slice),
             b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)),
-            slice != 0 || more);
-      if (slice == SLICES_OF_STAGE - 1 - TURNS) wgmma_commit_group();
-    }
-    if constexpr (TURNS > 0) wgmma_commit_group();
+            slice != 0);
+    wgmma_commit_group();
   };
   // A part of a block in a stage, when at most PENDING later ones are being multiplied.
-  auto add = [&](auto part, auto pending, int stage, bool whole) {
+  auto add = [&](auto part, auto pending, int stage) {
     constexpr int PART = decltype(part)::value, COLUMNS = PART % COLUMN_PARTS;
     u32 slot = shared.slot(stage, Promotes::BYTES);
     auto factors = promotion.template factors<PART / COLUMN_PARTS, COLUMNS>(slot);
-    if constexpr (TURNS > 0) {
-      wgmma_wait_group<1>();
-      end_turn(barrier);
-    }
     wgmma_wait_group<decltype(pending)::value>();
     wgmma_done(sums[PART % BUFFERS]);
     if constexpr (PART == PARTS - 1 && !Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
-    if (whole) promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, slot);
+    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, slot);
     if constexpr (PART == PARTS - 1 && Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
   };
   auto run = [&](auto blocks, int k) {  // so many, from k on
@@ -92,19 +62,17 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
         if constexpr (RAGGED_K) clear_block(shared, pipe.stage, row, work, k + STEP / PARTS, thread, barrier);
         if constexpr (COPIERS > 0) fence_proxy_async();
       }
-      issue(Constant<PART>(), EVERY > 1 && k % EVERY != 0);
+      issue(Constant<PART>());
       if (STEP == STEPS - 1 && k + decltype(blocks)::value == work.k_blocks) issued();
       if constexpr (STEP >= BUFFERS - 1)
         add(Constant<(STEP + 1 - BUFFERS) % PARTS>(), Constant<BUFFERS - 1>(),
-            BUFFERS == 1 || PART > 0 ? pipe.stage : before,
-            EVERY == 1 || k % EVERY == EVERY - 1 || k + 1 == work.k_blocks);
+            BUFFERS == 1 || PART > 0 ? pipe.stage : before);
       if constexpr (PART == PARTS - 1) {
         before = pipe.stage;
         pipe.advance();
-        pass_turns<M_BLOCKS * COLUMN_PARTS - PARTS>(barrier);
       }
     });
-    if constexpr (BUFFERS == 2) add(Constant<PARTS - 1>(), Constant<0>(), before, true);
+    if constexpr (BUFFERS == 2) add(Constant<PARTS - 1>(), Constant<0>(), before);
     if (k == 0) begun();
   };
   // A loop at whose end a part were still being multiplied would make the compiler wait for each wgmma.
@@ -160,6 +128,5 @@ DEVICE void skip(Pipeline& pipe, const Work& work, int thread, int barrier) {
       release(pipe.empty_barrier(), thread);
     }
     pipe.advance();
-    pass_turns<M_BLOCKS * COLUMN_PARTS>(barrier);
   }
 }

@@ -20,10 +20,10 @@ constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 
 // Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
 // (ping-pong), that it is over (CLUSTER_K), or that all consumers have cleared their part of a stage (RAGGED_K); then
-// whose turn a part is (TURNS), or that sums of others lie there, and have been read (SLICED).
+// that sums of others lie there, and have been read (SLICED).
 constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
-constexpr int FIRST_TURN = TURN_BARRIER + 2, SUMS_BARRIER = FIRST_TURN;
+constexpr int SUMS_BARRIER = TURN_BARRIER + 2;
 
 // Of a warpgroup.
 using Accumulators = Acc[M_BLOCKS][PRODUCTS * BN / 2];
