@@ -127,6 +127,14 @@ def test_a_launch_reads_each_array():
     ]
 
 
+def test_a_launch_of_several_swapped_reads_each_array_of_each_b_in_order():
+    asked = several(joined(Problem.of(4096, 1024, 256, "nn"), 256, 320, 64))
+    kernel = families.resolve(asked, Config(64, 64, stages=4, swap=True))
+    maps = {x.name: x.value.buffer for x in kernel.arguments if isinstance(x.value, TensorMap) and x.to in ("a", "b")}
+    # a, two b; then the others' a, those of the first b, those of the second.
+    assert list(maps.values()) == [1, 2, 5, 7, 6, 8, 0, 3, 4]
+
+
 def test_sizes_of_groups_come_before_further_arrays():
     kernel = families.resolve(GROUPS, MmaConfig(64, 64, 32, 32, 32))
     pointers = {x.name: x.value.buffer for x in kernel.arguments if isinstance(x.value, Pointer)}
