@@ -179,7 +179,8 @@ def scale_buffers(problem: Problem, swap: bool = False) -> dict[int, tuple[int, 
     Told as ``scales`` is.
     """
     found, first, operands = {}, problem.told, list(enumerate(problem.factors))
-    for i, operand in operands[::-1] if swap else operands:
+    of_a = problem.beside[0]  # those of the b that were asked, where operands are swapped
+    for i, operand in (*operands[of_a:], *operands[:of_a]) if swap else operands:
         if operand.arrays:
             found[i] = tuple(range(first, first + operand.arrays))
             first += operand.arrays

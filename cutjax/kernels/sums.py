@@ -54,10 +54,3 @@ def reasons(problem: Problem) -> list[str]:
     if any(x.scale or x.prologue for x in operands) or len({x.bits for x in operands}) > 1:
         found.append("a sum of products with scales, prologues, or operands of different sizes")
     return found
-
-
-def unmeasured(problem: Problem) -> str:
-    """Returns the words for what of a problem has not run on a device yet; "" where all has."""
-    gradients = problem.epilogue.identities and problem.a.contiguous == "mn"  # of weights: several that share rows
-    several = problem.products > 1 and (gradients or problem.divided == "k")
-    return "a sum of products" * (len(summands(problem)) > 1) or "several b that are multiplied along rows" * several

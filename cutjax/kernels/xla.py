@@ -95,10 +95,12 @@ def time_us(problem: Problem) -> float | None:
 def alone_us(p: Problem, kernels: bool = False) -> float | None:
     """Returns the time of the products of a problem one by one, each a kernel's or XLA's, or all kernels'.
 
-    Each but the first of a sum reads what those before it wrote. None where one of them has neither.
+    Of a sum in groups each but the first reads what those before it wrote; of another XLA adds up what all wrote. None
+    where one of them has neither.
     """
     products = alone(p)
-    total = (len(products) - 1) * 1e6 * p.result_bytes / p.device.bytes_per_second * (len(summands(p)) > 1)
+    passes = len(products) + (-1 if p.groups or not p.plain else 1)
+    total = passes * 1e6 * p.result_bytes / p.device.bytes_per_second * (len(summands(p)) > 1)
     for product in products:
         kernel, xla_us = fastest(product, unmeasured=kernels), None if kernels else time_us(product)
         known = [us for us in (kernel and kernel[1], xla_us) if us is not None]

@@ -33,8 +33,8 @@ from cutjax.primitives.routing import Routing
 from cutjax.runtime import backends
 
 GATHERS = ("auto", "copy", "loads")
-# The hidden width up to which rows are gathered in loads by themselves: of none, until it is measured. By prediction it
-# pays up to about 2500, where products are then a twelfth slower.
+# The hidden width up to which rows are gathered in loads by themselves: of none. It paid forward at 256, and neither at
+# 1024 nor in weight gradients (benchmarks/results/experiments/gathered-h200.json).
 WIDEST_IN_LOADS = 0
 
 
@@ -104,8 +104,8 @@ def moe(
         in further rounds, where any device has them to receive; the backward pass then computes the layer again.
       gather: "copy": the rows of x are copied, sorted by expert, and kept for the backward pass; "loads": products with
         w_gate and w_up, and in the layout "nn" their gradients, read each row where x has it, where a kernel can, and
-        nothing is kept but x. Rows that travel to other devices are copied. "auto" is the one that is predicted to be
-        faster: "copy", until somebody has measured the other.
+        nothing is kept but x. Rows that travel to other devices are copied. "auto" is "copy", which was
+        the faster one of nearly all that was measured.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass, besides the copied rows, named "cutjax_rows" for ``jax.checkpoint``
         policies: see ``cutjax.mlp``.

@@ -53,6 +53,14 @@ CASES = {
         Config(64, 64, 64, 4, schedule="pingpong"),
     ),
     "sum of float8": (Item("f8_e4m3fn", "dense", "nt", 72, 64, 144, more=(128,)), Config(64, 64, 64, 3)),
+    "sum, several swapped": (
+        Item("bf16", "dense", "nt", 72, 136, 72, "several", more=(136,)),
+        Config(64, 32, 64, 3, swap=True, schedule="pingpong"),
+    ),
+    "several swapped": (
+        Item("f16", "dense", "tn", 200, 136, 72, "products"),
+        Config(64, 64, 64, 3, swap=True, cluster_m=2),
+    ),
     "several in groups of k": (Item("bf16", "k", "tn", 136, 72, 136, "several"), Config(128, 64, 64, 3)),
 }
 PLAIN = {

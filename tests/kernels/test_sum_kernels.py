@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cutjax
 from cutjax import Config, MmaConfig, Problem
 from cutjax.epilogue.expression import identity
 from cutjax.kernels import choose, families, keys, sums, xla
@@ -127,6 +126,14 @@ def test_a_launch_reads_each_array():
     ]
 
 
+def test_a_launch_of_several_swapped_reads_each_array_of_each_b_in_order():
+    asked = several(joined(Problem.of(4096, 1024, 256, "nn"), 256, 320, 64))
+    kernel = families.resolve(asked, Config(64, 64, stages=4, swap=True))
+    maps = {x.name: x.value.buffer for x in kernel.arguments if isinstance(x.value, TensorMap) and x.to in ("a", "b")}
+    # a, two b; then the others' a, those of the first b, those of the second.
+    assert list(maps.values()) == [1, 2, 5, 7, 6, 8, 0, 3, 4]
+
+
 def test_sizes_of_groups_come_before_further_arrays():
     kernel = families.resolve(GROUPS, MmaConfig(64, 64, 32, 32, 32))
     pointers = {x.name: x.value.buffer for x in kernel.arguments if isinstance(x.value, Pointer)}
@@ -180,22 +187,21 @@ def test_the_other_way_is_each_product_alone():
     """XLA's or a kernel's, of which the last reads what the others wrote."""
     (first, second), device = sums.alone(SUM), SUM.device
     both = [min(families.fastest(p)[1], xla.time_us(p)) for p in (first, second)]
-    assert xla.time_us(SUM) == pytest.approx(sum(both) + 1e6 * SUM.result_bytes / device.bytes_per_second)
+    assert xla.time_us(SUM) == pytest.approx(sum(both) + 3e6 * SUM.result_bytes / device.bytes_per_second)
     (first, _), *_ = sums.alone(GRADIENTS), ()
     assert first.plain
     assert xla.time_us(GRADIENTS) == pytest.approx(2 * families.fastest(first)[1])  # XLA has none of groups
 
 
-def test_what_has_not_run_on_a_device_is_for_the_backend_cuda():
-    for problem, why in ((SUM, "a sum of products"), (GROUPS, "a sum"), (GRADIENTS, "several b that are multiplied")):
-        assert not cutjax.candidates(problem)
-        auto, insisted = choose.choose(problem), choose.choose(problem, backend="cuda")
-        assert not auto.served
-        assert any(why in reason for reason in auto.reasons)
-        assert insisted.served
-        assert any(why in reason for reason in insisted.reasons)
-    forward = several(Problem.of(4096, 1024, 256))
-    assert not sums.unmeasured(forward)  # as a gate and what it is multiplied with
+def test_auto_takes_sums_where_they_are_predicted_faster():
+    """Tiles of the gradients of layers of experts, each within 2.5% of the fastest measured on an H200."""
+    dx = {(128, 256, 262144): (128, 160), (64, 1280, 65536): (64, 256), (128, 1024, 196608): (64, 256)}
+    for (groups, k, rows), tile in dx.items():
+        choice = choose.choose(joined(Problem.of(rows, 2048, k, "nt", groups=groups, ragged="m"), k, k))
+        assert (choice.config.bm, choice.config.bn) == tile
+    assert choose.choose(joined(Problem.of(16384, 2560, 1280, "nt"), 1280, 1280)).served
+    assert choose.choose(several(Problem.of(2048, 1024, 196608, "tn", groups=128, ragged="k"))).served
+    assert not choose.choose(several(Problem.of(2560, 1280, 16384, "tn"))).served  # slower than each alone
 
 
 def test_registers_of_sums_are_counted():

@@ -98,7 +98,7 @@ class Kernel(Resolved, base.Kernel):
         """The part of it that has not run on a device yet; "" where all has."""
         if self.way.name == "dmma" and self.way.accumulator == "float64" and halved(self.config):
             return "warp tiles of 64 x 32 of float64 that threads load"
-        return "a prologue in the loads" * (self.multiplied.a.prologue is not None) or sums.unmeasured(self.asked)
+        return "a prologue in the loads" * (self.multiplied.a.prologue is not None)
 
     @property
     def source(self) -> str:

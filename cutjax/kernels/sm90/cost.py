@@ -18,6 +18,9 @@ from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.kernels.sums import summands
 
+# Of several products of one a in groups of k, beside one; and what tiles of 64 rows take less of sums so deep or deeper
+# (benchmarks/results/experiments/sums-h200.json).
+SEVERAL, SHORT_OF_SUMS, DEEP_SUM = 0.94, 0.07, 2048
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 # Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
 SHARED_BYTES_PER_US, ADDED_BYTES_PER_US = 1e6, 3.5e6
@@ -145,6 +148,9 @@ def predict(kernel: Resolved, device: Device) -> Any:
     twins = fit.twins if p.groups else -0.04 * (p.k <= 64)
     memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))
     time_us = fit.scale * hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
+    time_us = time_us * (SEVERAL if p.divided == "k" and p.products > 1 else 1)
+    if p.divided == "m" and len(summands(p)) > 1:
+        time_us = time_us * (1 - SHORT_OF_SUMS * min(1.0, p.k / DEEP_SUM) * (c.bm == 64))
     copied = sum(operand.moved for operand in kernel.prepared)  # in launches of their own
     time_us = time_us + (copied / (WRITTEN_BYTES_PER_US * speed) + 2 * len(kernel.prepared))
     outside = kernel.asked.bytes - kernel.problem.bytes + p.result_bytes  # what XLA moves, beside the parts

@@ -131,7 +131,7 @@ def prices(problem: Problem) -> Prices:
     def rows() -> list[Hashable]:
         return [row for (_, table), served in zip(tables, found, strict=True) for row in table.rows(served)]
 
-    new = [bool(kernel.unmeasured(facts.problem, problem)) for facts, _ in tables]
+    new = [bool(kernel.unmeasured(facts.problem)) for facts, _ in tables]
     return Prices(us, _least_l2(ranked_us, l2_us), config, rows, np.repeat(new, [len(served) for served in found]))
 
 

@@ -50,7 +50,7 @@ class Kernel(Resolved, base.Kernel):
     @property
     def unmeasured(self) -> str:
         """The part of it that has not run on a device yet; "" where all has."""
-        return unmeasured(self.multiplied, self.asked)
+        return unmeasured(self.multiplied)
 
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
@@ -92,21 +92,14 @@ class Kernel(Resolved, base.Kernel):
 PROLOGUES = "a prologue in shared memory"  # "" once they are measured
 
 
-def unmeasured(p: Problem, asked: Problem) -> str:
+def unmeasured(p: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
     in_groups = "groups with operands swapped" * (p.divided == "n")
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
     several = p.turned and p.products > 1 and not operands.decoded(p.a, p.bs[0])
     swapped = "several products with operands swapped" * several
     gathered = "rows gathered by cp.async" * p.a.gathered
-    return (
-        PROLOGUES * prologue.is_in(p)
-        or decode.unmeasured(p)
-        or in_groups
-        or swapped
-        or gathered
-        or sums.unmeasured(asked)
-    )
+    return PROLOGUES * prologue.is_in(p) or decode.unmeasured(p) or in_groups or swapped or gathered
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
