@@ -24,7 +24,7 @@ def numbers(of: Resolved) -> dict[Epilogue, int]:
     """Returns the number of each elementwise function."""
     found = [of.schedule.function(stage) for stage in of.schedule.stages]
     again = [of.schedule.makers[x] for x in of.schedule.made_again]
-    used = [of.function(*x) for x in (*found, *again) if x and isinstance(x[0], Map)]
+    used = [of.function(x[0], x[1]) for x in (*found, *again) if x and isinstance(x[0], Map)]
     return {function: i for i, function in enumerate(dict.fromkeys(used))}
 
 

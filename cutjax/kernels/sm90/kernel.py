@@ -54,7 +54,8 @@ class Kernel(Resolved, base.Kernel):
 
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
-        return cost.predict(self, device.with_sms(min(self.config.sms or device.sms, device.sms)))
+        us = cost.predict(self, device.with_sms(min(self.config.sms or device.sms, device.sms)))
+        return us * (GATHERED[self.multiplied.divided == "k"] if self.multiplied.a.gathered else 1.0)
 
     def _summed(self, x: jax.Array) -> jax.Array:
         return windows.weights(self.asked, x)
@@ -89,6 +90,9 @@ class Kernel(Resolved, base.Kernel):
         return jax.ShapeDtypeStruct(shape, p.accumulator), jax.ShapeDtypeStruct((tickets,), np.dtype(np.int32))
 
 
+# The time of rows gathered in loads over that of copied ones, of rows in groups and of groups along k: means of the best
+# kernels in benchmarks/results/experiments/gathered-h200.json.
+GATHERED = 1.15, 2.6
 PROLOGUES = "a prologue in shared memory"  # "" once they are measured
 
 
@@ -98,8 +102,7 @@ def unmeasured(p: Problem) -> str:
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
     several = p.turned and p.products > 1 and not operands.decoded(p.a, p.bs[0])
     swapped = "several products with operands swapped" * several
-    gathered = "rows gathered by cp.async" * p.a.gathered
-    return PROLOGUES * prologue.is_in(p) or decode.unmeasured(p) or in_groups or swapped or gathered
+    return PROLOGUES * prologue.is_in(p) or decode.unmeasured(p) or in_groups or swapped
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
