@@ -488,11 +488,3 @@ def test_rows_that_are_copied_to_padded_ones():
     x, w = ints(1, 64, 100), ints(2, 3, 100, 64)  # rows of 200 bytes
     sizes = np.array([10, 20, 30], np.int32)
     check(np.asarray(gemm(x, w, sizes)), forward(x, w, sizes).astype(H))
-
-
-def test_no_kernel():
-    x, w = ints(1, 64, 96).astype(np.float32), ints(2, 3, 96, 64).astype(np.float32)
-    sizes = np.array([10, 20, 30], np.int32)
-    check(np.asarray(cutjax.grouped_gemm(x, w, sizes)), forward(x, w, sizes).astype(np.float32))
-    with pytest.raises(NotImplementedError, match="f32 x f32"):
-        gemm(x, w, sizes)

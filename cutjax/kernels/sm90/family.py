@@ -171,7 +171,8 @@ def _configs(facts: Facts, swap: bool) -> Configs:
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
     whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
     stages = _stages(facts, footprint(facts, whole), whole.depth(problem))
-    return _divided(problem, dataclasses.replace(whole, stages=stages - stages % whole.slice_groups))
+    whole_groups = maximum(stages - stages % whole.slice_groups, 2 * whole.slice_groups)
+    return _divided(problem, dataclasses.replace(whole, stages=whole_groups))
 
 
 @functools.lru_cache(maxsize=256)

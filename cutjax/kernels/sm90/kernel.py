@@ -90,8 +90,8 @@ class Kernel(Resolved, base.Kernel):
         return jax.ShapeDtypeStruct(shape, p.accumulator), jax.ShapeDtypeStruct((tickets,), np.dtype(np.int32))
 
 
-# The time of rows gathered in loads over that of copied ones, of rows in groups and of groups along k: means of the best
-# kernels in benchmarks/results/experiments/gathered-h200.json.
+# The time of rows gathered in loads over that of copied ones, of rows in groups and of groups along k: means of the
+# best kernels in benchmarks/results/experiments/gathered-h200.json.
 GATHERED = 1.15, 2.6
 PROLOGUES = "a prologue in shared memory"  # "" once they are measured
 
