@@ -240,7 +240,7 @@ ANSWERS = (
 LOSES = (
     Answer("products of models, nothing tuned", XLA, _H200, _any, brief="a product of models"),
     Answer("the same after `cutjax.autotune`", XLA, _H200, _any, "xla, tuned"),
-    Answer("another sample, nothing tuned, before the model was fitted to it", XLA, "products-report21-h200", _any),
+    Answer("another sample, nothing tuned, of this version", XLA, "products-report32-h200", _any),
     Answer("products of models on an H100, nothing tuned", XLA, "products-h100", _any),
     Answer("attention's products, nothing tuned", XLA, "attention-h200", _any, brief="one of attention"),
     Answer("bias and ReLU in the kernel", XLA, _FUSED, _ends("relu"), more=_EPILOGUES),

@@ -41,7 +41,7 @@ def fused_mlp(
 ) -> jax.Array:
     """A network of small layers: ``h = activation(h @ w + b)`` of each but the last, and ``h @ w + b`` of that.
 
-    Experimental: its kernels have not run on a device yet.
+    Experimental: its kernels have been timed on an H200 alone.
 
     The layers are one kernel: weights stay in shared memory, and what lies between layers in registers, where a row of
     x and of the result is all that plain layers would have to move. So are derivatives of any order: a gradient makes
@@ -59,7 +59,7 @@ def fused_mlp(
       activation: an elementwise function written in JAX, of float32.
       output_activation: that of the last layer; None leaves it as it is.
       precision: of all products, as in ``cutjax.gemm``.
-      backend: "cuda" for kernels, "xla", or "auto", which is products here until the kernels have been measured. See
+      backend: "cuda" for kernels, "xla", or "auto", which takes them for bfloat16 of 64 columns or fewer. See
         ``cutjax.use_backend``, which sets the default.
 
     Returns:

@@ -15,7 +15,6 @@ from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
 from cutjax.binding.rules import match_varying
 from cutjax.ops.arguments import check_rows, check_shapes, promote, result_dtype, to_int32
-from cutjax.primitives import vocabulary
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.cross_entropy import token_losses, weighted_loss
@@ -74,7 +73,7 @@ def linear_cross_entropy(
         by ``jax.lax.psum`` of a "sum".
       out_dtype: of the result; float32 by default, float64 of float64.
       precision: of all products, as in ``cutjax.gemm``.
-      backend: "cuda" for kernels, "xla", or "auto", which is XLA here until the kernels have been measured. See
+      backend: "cuda" for kernels, "xla", or "auto", which takes the faster for each product. See
         ``cutjax.use_backend``, which sets the default.
 
     Returns:
@@ -96,8 +95,6 @@ def linear_cross_entropy(
     if reduction not in REDUCTIONS:
         raise ValueError(f"{_WHERE}: unknown reduction {reduction!r}, expected one of {REDUCTIONS}")
     backend = backends.resolve(backend, _WHERE)
-    if backend == "auto" and not vocabulary.MEASURED:
-        backend = "xla"
     a, v, dtype, _ = promote(matrix(x, "x", _WHERE), [matrix(w, "w", _WHERE)], None, _WHERE)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise TypeError(

@@ -35,8 +35,8 @@ from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
 from cutjax.runtime.choice import Choice
 
-# Under "auto" (benchmarks/results/networks-h200.json): the widest layers by dtype, and the fewest rows.
-WIDEST: dict[str, int] = {}
+# Under "auto" (benchmarks/results/experiments/networks-h200.json): the widest layers by dtype, and the fewest rows.
+WIDEST = {"bfloat16": 64}
 LEAST_ROWS = 1 << 14
 UNROLLED = 4  # tangents, or cotangents, of the same rows that one kernel propagates side by side; of more, rows repeat
 

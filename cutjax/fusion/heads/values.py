@@ -16,7 +16,8 @@ from cutjax.epilogue.jaxpr import IDENTITIES
 from cutjax.fusion.tail import wide
 from cutjax.primitives.accumulators import is_half
 
-ELEMENTWISE = OPS - {"bitcast_convert_type", "nextafter", "optimization_barrier"} | {"add_any", "log2"}
+ELEMENTWISE = OPS - {"bitcast_convert_type", "nextafter", "optimization_barrier"}
+ELEMENTWISE |= {"add_any", "log2", "one_minus_square"}  # JAX before 0.11 has no one_minus_square
 PASSING = IDENTITIES | {"stop_gradient"}
 
 

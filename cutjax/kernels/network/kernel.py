@@ -33,6 +33,7 @@ LAUNCH_US = 3.0
 MHZ = 1755.0
 # Of a kernel, which then compiles for some seconds; and of one whose rows are chained, which is the longer.
 MOST_INSTRUCTIONS, MOST_CHAINED = 9_000, 12_000
+IN_MEMORY = 1.5  # where sums of outer products are in memory: 1202 us, and 1002 in registers
 ISSUE = 1.4  # of the time in which an SM issues the instructions of a kernel, as measured
 SHARE = 0.5  # of the rate of tensor cores that a warp's products reach where operands come from shared memory
 L2_SPEED = 1.5  # of a copy's rate, at which the stash moves where it is in memory
@@ -143,6 +144,8 @@ class Kernel(Resolved):
             moved += 8.0 * self.partials * self.tiles * p.networks / L2_SPEED
         if not c.chained:
             us *= 1.2
+        if c.memory_sums:
+            us *= IN_MEMORY
         return (
             LAUNCH_US
             + max(us, 1e6 * moved / device.bytes_per_second)

@@ -142,8 +142,6 @@ def unmeasured(problem: Problem) -> str:
     if not decoded(problem.a, problem.bs[0]):
         return ""
     scale, found = factors(problem), []
-    found += [f"to {short(problem.bs[0].dtype.name)}"] * in_bytes(problem.a, problem.bs[0])
-    found += ["in groups"] * (problem.groups is not None)
     found += ["of several products"] * (problem.products > 1)
     if scale:
         found += ["with zero points"] * (scale.zero is not None)

@@ -98,7 +98,7 @@ PROLOGUES = "a prologue in shared memory"  # "" once they are measured
 
 def unmeasured(p: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
-    in_groups = "groups with operands swapped" * (p.divided == "n")
+    in_groups = "groups with operands swapped" * (p.divided == "n" and not operands.decoded(p.a, p.bs[0]))
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
     several = p.turned and p.products > 1 and not operands.decoded(p.a, p.bs[0])
     swapped = "several products with operands swapped" * several
