@@ -150,7 +150,8 @@ def prices(
         bare = problem.bare if windows.in_parts(problem, 1 + divided) else problem
         if not len(rows):
             continue
-        some, facts = configs.take(rows), facts_of(bare, configs.swap, of is not None)
+        some = configs if len(rows) == len(configs) else configs.take(rows)
+        facts = facts_of(bare, configs.swap, of is not None)
         tile = footprint(facts, some)
         refused = functools.reduce(operator.or_, (found for found, _ in _checks(bare, facts, some, tile, of)))
         fields = _fields(bare, facts, some, tile, of, weights, asked)
