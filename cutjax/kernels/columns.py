@@ -48,6 +48,11 @@ def hypot(x: Any, y: Any) -> Any:
     return np.hypot(x, y) if isinstance(x, np.ndarray) else math.hypot(x, y)
 
 
+def floats(x: Any) -> Any:
+    """Returns a number as it is, or a column in float64."""
+    return x.astype(float) if isinstance(x, np.ndarray) else x
+
+
 def each(function: Callable[..., Any], *numbers: Any) -> Any:
     """Returns the results of a function of each row of columns, which is called once for equal rows."""
     if not any(isinstance(x, np.ndarray) for x in numbers):
