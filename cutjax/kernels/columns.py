@@ -48,10 +48,20 @@ def hypot(x: Any, y: Any) -> Any:
     return np.hypot(x, y) if isinstance(x, np.ndarray) else math.hypot(x, y)
 
 
+def floats(x: Any) -> Any:
+    """Returns a number as it is, or a column in float64."""
+    return x.astype(float) if isinstance(x, np.ndarray) else x
+
+
 def each(function: Callable[..., Any], *numbers: Any) -> Any:
     """Returns the results of a function of each row of columns, which is called once for equal rows."""
     if not any(isinstance(x, np.ndarray) for x in numbers):
         return function(*numbers)
+    if len(numbers) == 1:  # whole numbers of a config, none large
+        counts = np.bincount(numbers[0])
+        values = np.flatnonzero(counts)
+        counts[values] = np.arange(len(values))
+        return np.array([function(x) for x in values.tolist()])[counts[numbers[0]]]
     rows = list(zip(*(x.tolist() if isinstance(x, np.ndarray) else itertools.repeat(x) for x in numbers), strict=False))
     found = {row: function(*row) for row in dict.fromkeys(rows)}
     return np.array([found[row] for row in rows])

@@ -109,13 +109,7 @@ class Staging:
         shorter than 32 bytes, which is the least that TMA swizzles. Where tiles lie transposed their rows are as long
         whatever the chunk.
         """
-        if self.swap:
-            fitting = [c for c in range(bn, 0, -8) if bn % c == 0]
-            return next((c for c in fitting if 64 * c * self.column_bytes <= TRANSPOSED_BYTES), 8)
-        fitting = [c for c in (128, 64, 32, 16) if bn % c == 0 and c * self.narrowest <= 128] or [8]
-        most = BUFFER_BYTES // 2 if self.mirror_slots else BUFFER_BYTES  # of two tiles each: a stage more is worth 1%
-        small = (c for c in fitting if 64 * c * self.column_bytes <= most or c * self.narrowest <= 32)
-        return next(small, fitting[-1])
+        return _chunk(bn, self.swap, self.column_bytes, self.narrowest, bool(self.mirror_slots))
 
     @functools.cached_property
     def symmetric_reasons(self) -> tuple[str, ...]:
@@ -153,6 +147,17 @@ class Staging:
             names = sorted({entry.dtype for entry in entries} - {*stored})
             found += [f"{what} {name}: one of {', '.join(stored)}" for name in names]
         return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunk(bn: int, swap: bool, column_bytes: int, narrowest: int, mirrored: bool) -> int:
+    if swap:
+        fitting = [c for c in range(bn, 0, -8) if bn % c == 0]
+        return next((c for c in fitting if 64 * c * column_bytes <= TRANSPOSED_BYTES), 8)
+    fitting = [c for c in (128, 64, 32, 16) if bn % c == 0 and c * narrowest <= 128] or [8]
+    most = BUFFER_BYTES // 2 if mirrored else BUFFER_BYTES  # of two tiles each: a stage more is worth 1%
+    small = (c for c in fitting if 64 * c * column_bytes <= most or c * narrowest <= 32)
+    return next(small, fitting[-1])
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from cutjax.kernels.columns import ceil, hypot, log2, maximum, minimum, where
+from cutjax.kernels.columns import ceil, floats, hypot, log2, maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.sm90 import dense_cost, residual, windows, windows_cost
 from cutjax.kernels.sm90.constants import CONSTANTS
@@ -165,7 +165,7 @@ def times(kernel: Resolved, device: Device) -> tuple[Any, Any, Any]:
     """
     if not residual.serves(kernel, device):
         return (us := predict(kernel, device)), us, 0 * us
-    features = dense_cost.features(kernel, device)
+    features = dense_cost.Features._make(map(floats, dense_cost.features(kernel, device)))  # converted once, for all
     costs = dense_cost.costs(features, CONSTANTS)
     return costs.whole, costs.whole * residual.factor(kernel, features, costs), costs.l2
 

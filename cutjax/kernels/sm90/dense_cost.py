@@ -273,7 +273,8 @@ def costs(f: Features, c: Constants) -> Costs:
     decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
     decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
     power = 1 + (c.beside - 1) * f.halves
-    multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
+    if np.any(decode):  # else it is as it was
+        multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
     a_rows = f.packed * f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
     b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2

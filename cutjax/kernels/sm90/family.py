@@ -219,12 +219,13 @@ def _divided(problem: Problem, whole: Configs) -> Configs:
     streams &= not (problem.groups or device.shared or operands.decoded(problem.a, problem.bs[0]))
     # From here on a column of configs beside a row of ways.
     deep, alone, shared, tiles = (x[:, None] for x in (deep, whole.cluster == 1, whole.coop, tiles))
-    most = k_blocks[:, None] // LEAST_K_BLOCKS
-    at_once = np.array([device.clusters_at_once(size) for size in CLUSTERS_K])
-    clustered = deep & alone & shared & (np.array(CLUSTERS_K) <= most) & (tiles <= at_once)
+    most, fewest = k_blocks[:, None] // LEAST_K_BLOCKS, tiles.min()
+    clusters = np.array([size for size in CLUSTERS_K if fewest <= device.clusters_at_once(size)], int)
+    at_once = np.array([device.clusters_at_once(size) for size in clusters.tolist()], int)
+    clustered = deep & alone & shared & (clusters <= most) & (tiles <= at_once)
     parts, few = most, sms[:, None] // tiles
     most = np.minimum(most, sms[:, None] * 17 // 16 // tiles)
-    least, splits, offered = 8, np.array(SPLITS), True
+    least, splits, offered = 8, np.array([x for x in SPLITS if x <= most.max()], int), True
     if windows.view_of(problem):
         # Windows of weight gradients are many more than they have elements: every SM wants a part, and parts are small.
         fill = np.minimum(np.minimum(np.hstack([most, few]), parts), 128)
@@ -232,11 +233,11 @@ def _divided(problem: Problem, whole: Configs) -> Configs:
         offered = np.isin(splits, SPLITS) | (splits == fill[:, :, None]).any(1)
     split = deep & alone & offered & (most >= least) & (most // 2 < splits) & (splits <= most)
     both = deep & alone & shared & offered & (most // 16 < splits) & (splits <= most // 8)
-    by_splits = np.stack([split, both], -1).reshape(len(whole), -1)
+    by_splits = np.stack([split, both], -1).reshape(len(whole), 2 * len(splits))
     ways = np.hstack([np.ones_like(deep), streams[:, None], clustered, by_splits])
     stream = np.arange(ways.shape[1]) == 1
-    cluster_k = np.concatenate([(1, 1), CLUSTERS_K, np.tile((1, 8), len(splits))])
-    split_by = np.concatenate([np.ones(2 + len(CLUSTERS_K), int), np.repeat(splits, 2)])
+    cluster_k = np.concatenate([(1, 1), clusters, np.tile((1, 8), len(splits))])
+    split_by = np.concatenate([np.ones(2 + len(clusters), int), np.repeat(splits, 2)])
     row, way = np.nonzero(ways)
     return whole.take(row, stream_k=stream[way], cluster_k=cluster_k[way], splits=split_by[way])
 

@@ -150,7 +150,8 @@ def prices(
         bare = problem.bare if windows.in_parts(problem, 1 + divided) else problem
         if not len(rows):
             continue
-        some, facts = configs.take(rows), facts_of(bare, configs.swap, of is not None)
+        some = configs if len(rows) == len(configs) else configs.take(rows)
+        facts = facts_of(bare, configs.swap, of is not None)
         tile = footprint(facts, some)
         refused = functools.reduce(operator.or_, (found for found, _ in _checks(bare, facts, some, tile, of)))
         fields = _fields(bare, facts, some, tile, of, weights, asked)
@@ -228,23 +229,25 @@ def _checks(
             config.bk == 128,
             lambda: "bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64",
         )
-    yield (
-        config.sliced & (not operands.in_halves(problem.a, problem.bs[0])),
-        lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
-    )
-    yield (
-        config.sliced & (products > 1 or problem.groups is not None or prologue.is_in(problem)),
-        lambda: (
-            'schedule="sliced" of groups, of several products, or with a prologue: warpgroups have too few registers'
-        ),
-    )
-    yield (
-        config.sliced & ((config.stages % config.slice_groups != 0) | (config.stages < 2 * config.slice_groups)),
-        lambda: (
-            f"{config.stages} stages of {config.slice_groups} groups of warpgroups: each has as many of its own, at "
-            "least two"
-        ),
-    )
+    if np.any(config.sliced):
+        yield (
+            config.sliced & (not operands.in_halves(problem.a, problem.bs[0])),
+            lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
+        )
+        yield (
+            config.sliced & (products > 1 or problem.groups is not None or prologue.is_in(problem)),
+            lambda: (
+                'schedule="sliced" of groups, of several products, or with a prologue: warpgroups have too few '
+                "registers"
+            ),
+        )
+        yield (
+            config.sliced & ((config.stages % config.slice_groups != 0) | (config.stages < 2 * config.slice_groups)),
+            lambda: (
+                f"{config.stages} stages of {config.slice_groups} groups of warpgroups: each has as many of its own, "
+                "at least two"
+            ),
+        )
     if problem.a.bits == 4:
         yield (
             config.m_blocks != 2,
