@@ -289,7 +289,7 @@ def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_pa
         ("int8", "nt", None, {"bn": 64, "stages": 3, "groups": 8, "cluster_m": 2, "products": 2}),
         ("uint4", "nn", ("float32", 128), {"bm": 256, "schedule": "sliced", "stages": 8, "zeros": True}),
         ("int8", "nt", None, {"schedule": "sliced", "stages": 8, "cluster_k": 2}),
-        ("int4", "nn", ("bfloat16", 128), {"bn": 32, "schedule": "sliced", "stages": 8}),
+        ("int4", "nn", ("bfloat16", 128), {"bn": 16, "schedule": "sliced", "stages": 8}),
     ],
     ids=str,
 )

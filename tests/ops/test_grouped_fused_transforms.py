@@ -292,8 +292,8 @@ def test_forward_is_one_kernel_and_the_gradient_of_each_argument_one_product():
     for argnums, more in (((0,), [OF_X]), ((1,), [OF_W]), ((2,), [BIAS]), ((0, 1, 2), [OF_X, OF_W, BIAS])):
         assert problems(jax.value_and_grad(squares(layer), argnums), HX, HW, HB) == sorted([FORWARD, *more])
     fn = jax.jit(jax.value_and_grad(squares(gated), (0, 1, 2)))
-    added = (*OF_X[:-1], ("bf16[64,128]",))  # with the other product added
-    assert problems(fn, HX, HW, HV) == sorted([(64, 32, 128, "m", G, (SAVED,) * 3), OF_X, added, *[OF_W] * 2])
+    both = (*OF_W[:-1], (f"bf16[{G},128,32]",) * 2)
+    assert problems(fn, HX, HW, HV) == sorted([(64, 32, 128, "m", G, (SAVED,) * 3), (64, 128, 64, "m", G, ()), both])
     again = jax.value_and_grad(squares(functools.partial(layer, save="recompute")), (0, 1, 2))
     products = [(64, 32, 128, "m", G, (SAVED,)), (64, 32, 128, "m", G, ()), OF_X, OF_W, BIAS]
     assert problems(again, HX, HW, HB) == sorted(products)

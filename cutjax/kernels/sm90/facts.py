@@ -80,10 +80,7 @@ class Facts:
         problem = self.problem
         if operands.decoded(problem.a, problem.bs[0]):
             most = 64 if self.heavy else 128  # beside two sets of fragments
-            zeros = problem.a.scale is not None and problem.a.scale.zero is not None
-            of_slices = 32 if problem.a.dtype.name.endswith("int4") and not zeros else 16
-            if problem.a.bits == 8:
-                of_slices = where(config.bm == 256, 0, of_slices)
+            of_slices = where((config.bm == 256) & (problem.a.bits == 8), 0, 16)  # beside more, wgmmas would wait
             return where(config.sliced, of_slices, most)
         if problem.a.gathered:
             return 128  # fewer registers are left beside a producer that copies
