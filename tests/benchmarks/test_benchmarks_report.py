@@ -61,6 +61,7 @@ FORMS = {  # of the columns of each table, by the fields of rows as recorded: in
 }
 FORMS["dtypes"] = FORMS["syrk"]
 FORMS["sharded"] = FORMS["programs"]
+FORMS["low_precision"] = {"case": "", "us": ".1f"}
 FORMS["fused"] = {key: form for key, form in FORMS["syrk"].items() if key != "case"}  # with the product behind it
 FORMS["conv"] = {"us": ".1f", "xla us": ".1f", "xla ratio": ".3f"}
 FORMS["gather"] = {"us": ".1f", "xla us": ".1f", "xla ratio": ".3f"}
