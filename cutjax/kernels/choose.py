@@ -271,7 +271,7 @@ def _unmeasured(problem: Problem, chosen: Kernel | None = None) -> tuple[str, ..
     kernel, *_ = fastest(problem, unmeasured=True) or (None,)
     if kernel is None or kernel is chosen or not kernel.unmeasured:
         return ()
-    return (f'{kernel.unmeasured}: that has not run on a device yet, and is for backend="cuda"',)
+    return (f'{kernel.unmeasured}: that was not faster on a device yet, and is for backend="cuda"',)
 
 
 def _dequantized(problem: Problem) -> tuple[str, ...]:
@@ -282,7 +282,7 @@ def _dequantized(problem: Problem) -> tuple[str, ...]:
 
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:
     share = min(1.0, floor_us(problem) / time_us)
-    new = (f"{kernel.unmeasured}: that has not run on a device yet",) * bool(kernel.unmeasured)
+    new = (f"{kernel.unmeasured}: that was not faster on a device yet",) * bool(kernel.unmeasured)
     return Choice(problem, (why, *kernel.notes, *new), kernel, time_us, share, xla_us)
 
 

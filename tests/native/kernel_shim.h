@@ -278,8 +278,8 @@ void cp_async_wait_group() {}
 
 // ---- mbarriers and TMA ----
 
-// Of sizes, strides and boxes the innermost first; an element has `bytes`, a row of the box at most `span`, or any where
-// that is 0, and nothing swizzled.
+// Of sizes, strides and boxes the innermost first; an element has `bytes`, a row of the box at most `span`, or any
+// where that is 0, and nothing swizzled.
 struct TensorMap {
   const char* base;
   long long dims[5], strides[4];

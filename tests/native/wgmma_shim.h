@@ -1,5 +1,6 @@
-// Host stand-ins for wgmma and what goes with it, in place of the generated one: descriptors are read as the hardware does, which
-// swizzles by addresses. Each thread has its own sums at once; all of a warpgroup wait where it waits for wgmma.
+// Host stand-ins for wgmma and what goes with it, in place of the generated one: descriptors are read as the hardware
+// does, which swizzles by addresses. Each thread has its own sums at once; all of a warpgroup wait where it waits for
+// wgmma.
 
 static Barrier of_warpgroup[8];
 

@@ -95,7 +95,7 @@ class Kernel(Resolved, base.Kernel):
 
     @property
     def unmeasured(self) -> str:
-        """The part of it that has not run on a device yet; "" where all has."""
+        """The part of it that was not faster on a device yet, or not timed; "" where all was."""
         if self.way.name == "dmma" and self.way.accumulator == "float64" and halved(self.config):
             return "warp tiles of 64 x 32 of float64 that threads load"
         return "a prologue in the loads" * (self.multiplied.a.prologue is not None)

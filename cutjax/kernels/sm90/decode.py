@@ -138,7 +138,7 @@ constexpr int FACTORS_EACH = {places[-1]}, ZERO_PLACE = {places[1] if of_zero el
 
 
 def unmeasured(problem: Problem) -> str:
-    """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
+    """Returns the words for what of a problem, as it is multiplied, was not faster on a device; "" where all was."""
     if not decoded(problem.a, problem.bs[0]):
         return ""
     scale, found = factors(problem), []

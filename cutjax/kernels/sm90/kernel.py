@@ -49,7 +49,7 @@ class Kernel(Resolved, base.Kernel):
 
     @property
     def unmeasured(self) -> str:
-        """The part of it that has not run on a device yet; "" where all has."""
+        """The part of it that was not faster on a device yet, or not timed; "" where all was."""
         return unmeasured(self.multiplied)
 
     def launch_us(self, device: Device) -> float:
@@ -97,7 +97,7 @@ PROLOGUES = "a prologue in shared memory"  # "" once they are measured
 
 
 def unmeasured(p: Problem) -> str:
-    """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
+    """Returns the words for what of a problem, as it is multiplied, was not faster on a device; "" where all was."""
     in_groups = "groups with operands swapped" * (p.divided == "n" and not operands.decoded(p.a, p.bs[0]))
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
     several = p.turned and p.products > 1 and not operands.decoded(p.a, p.bs[0])

@@ -54,8 +54,8 @@ struct Staging {
     }
   }
 
-  // Of pairs of elements of 4 bytes, eight rows of which go at once, every other row's lie in the same banks as the row's
-  // before (of rows of less than 128 bytes, every other two's or four's): in those the right ones go first.
+  // Of pairs of elements of 4 bytes, eight rows of which go at once, every other row's lie in the same banks as the
+  // row's before (of rows of less than 128 bytes, every other two's or four's): in those the right ones go first.
   static DEVICE bool right_first(int lane) { return lane / 4 / (128 / SPAN) % 2; }
 
   // The address of 16 bytes of a lane's two elements of 8 or 16 bytes, of those of four lanes beside each other.

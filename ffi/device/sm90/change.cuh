@@ -2,8 +2,8 @@
 // do. Warpgroups that share a tile share the work, and wait for each other.
 //
 // A thread has the same 16 bytes of every STEP-th line of a tile: of a row of B where that lies along k, else of a line
-// of k. Told and Beside are generated (cutjax/kernels/sm90/prologue.py): Beside holds the operands of a thread's places.
-// Those of the next block are on their way while this one is multiplied.
+// of k. Told and Beside are generated (cutjax/kernels/sm90/prologue.py): Beside holds the operands of a thread's
+// places. Those of the next block are on their way while this one is multiplied.
 
 struct Changes {
   static constexpr bool EVER = true, K_MAJOR = OperandB::K_MAJOR;

@@ -142,10 +142,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         continue;
       }
       if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
-        drain<1>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
+        drain<1>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier, begun,
+                 issued);
       } else {
-        drain<M_BLOCKS>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier, begun,
-                        issued);
+        drain<M_BLOCKS>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier,
+                        begun, issued);
       }
       if constexpr (PING_PONG && EVEN_DEPTH) pipe.advance(k_blocks);
       if (STREAM_K && work.parts > 1) {

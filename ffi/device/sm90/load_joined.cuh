@@ -1,6 +1,6 @@
 // Several arrays beside each other along k (load_plain.cuh), which make a product a sum of products: k goes through one
-// after the other. Each is cut into blocks of its own, and TMA zeroes what its last one has past its end, so that to the
-// rest of the kernel there is one contraction of whole blocks.
+// after the other. Each is cut into blocks of its own, and TMA zeroes what its last one has past its end, so that to
+// the rest of the kernel there is one contraction of whole blocks.
 
 struct Joined : Plain {
   // The arrays, and, of a alone, how much of k each of them but the last takes in whole blocks.

@@ -72,12 +72,12 @@ struct Plain {
         int first = share * (EACH / SHARE);
         for (int panel = 0; panel < BK / CHUNK; ++panel)
           tma_box<Operand>(tile + (panel * Operand::ROWS + product * EACH + first) * SPAN, map, barrier,
-                         (walk.k + panel * CHUNK) / Operand::PACKED, row + first, matrix);
+                           (walk.k + panel * CHUNK) / Operand::PACKED, row + first, matrix);
       } else {
         int first = Operand::first_chunk(share), depth = Operand::first_depth(share);
         for (int chunk = first; chunk < first + Operand::CHUNKS_LOADED; ++chunk)
           tma_box<Operand>(tile + ((product * Operand::CHUNKS_EACH + chunk) * BK + depth) * SPAN, map, barrier,
-                         (row + chunk * CHUNK) / Operand::PACKED, walk.k + depth, matrix);
+                           (row + chunk * CHUNK) / Operand::PACKED, walk.k + depth, matrix);
       }
     }
 

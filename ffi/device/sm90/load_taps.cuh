@@ -32,14 +32,15 @@ struct Taps {
         if constexpr (Operand::K_MAJOR) {
           int first = share * (EACH / SHARE), group = walk.group;
           tma_box<Operand>(tile + (panel * Operand::ROWS + product * EACH + first) * SPAN, map, barrier,
-                         k + group * walk.windows.group_channels, row + first - group * walk.windows.group_columns,
-                         tap);
+                           k + group * walk.windows.group_channels, row + first - group * walk.windows.group_columns,
+                           tap);
         } else {
           // As in load_plain.cuh, of a piece instead of a k block.
           int first = Operand::first_chunk(share), depth = Operand::BY_CHUNK ? 0 : share * (WINDOW_CHUNK / SHARE);
           for (int chunk = first; chunk < first + Operand::CHUNKS_LOADED; ++chunk)
-            tma_box<Operand>(tile + ((product * Operand::CHUNKS_EACH + chunk) * BK + panel * WINDOW_CHUNK + depth) * SPAN,
-                           map, barrier, row + chunk * Operand::CHUNK, k + depth, tap);
+            tma_box<Operand>(
+                tile + ((product * Operand::CHUNKS_EACH + chunk) * BK + panel * WINDOW_CHUNK + depth) * SPAN, map,
+                barrier, row + chunk * Operand::CHUNK, k + depth, tap);
         }
         piece.next(walk.windows, walk.taps);
       }

@@ -37,8 +37,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
 #pragma unroll
     for (int slice = 0; slice < SLICES_OF_STAGE; ++slice)
       wgmma(sums[PART % BUFFERS], a.template at<BLOCK>(slice),
-            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)),
-            slice != 0);
+            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0);
     wgmma_commit_group();
   };
   // A part of a block in a stage, when at most PENDING later ones are being multiplied.
@@ -88,8 +87,8 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
 // One warpgroup: accumulators, over all k blocks and pairs of terms. Where sums are promoted, accumulators are sums of
 // sums.
 template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
-DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Changes& changes, Pipeline& pipe, SharedTiles shared, int row,
-                  const Work& work, int thread, int barrier, Begun begun, Issued issued) {
+DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Changes& changes, Pipeline& pipe, SharedTiles shared,
+                  int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   static_assert(Promotes::EVER || PAIRS == 1);
   if constexpr (Promotes::BYTES > 0) promotion.begin(work, row, thread);
   static_assert(!Changes::EVER || !Promotes::EVER);

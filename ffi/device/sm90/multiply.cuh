@@ -28,8 +28,8 @@ struct StageOfA {
 // over `count` of its k blocks, from `first` on; of none, which a phase without taps has, sums are undefined. `begun`
 // is called early, beside the first of them, `issued` when all of them are multiplying.
 template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& pipe, SharedTiles shared, int row, const Work& work, int first,
-                     int count, int thread, int barrier, Begun begun, Issued issued) {
+DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& pipe, SharedTiles shared, int row,
+                     const Work& work, int first, int count, int thread, int barrier, Begun begun, Issued issued) {
   u32 previous = 0, offset = OperandA::row_offset(row);
   for (int k = 0; k < count; ++k) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
