@@ -63,7 +63,9 @@ def gemm(
     and b. Its derivative keeps a and the operands, not what it makes of them.
 
     A tuple of a and one of as many b is a sum of products, added up in one kernel where there is one: ``a[0] @ b[0] +
-    a[1] @ b[1] + ...``. Each may have a contraction of its own length. An epilogue takes the one sum.
+    a[1] @ b[1] + ...``. Each may have a contraction of its own length; all a are of one dtype, all b too, and all
+    products of one shape. An epilogue takes the one sum, which has no prologue and no out_sharding, and lies as its
+    first product.
 
     Args:
       a: ``[..., m, k]``, or ``[..., k, m]`` where ``layout[0]`` is "t"; or `cutjax.Quantized`, a scale for each row; or

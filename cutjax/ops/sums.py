@@ -38,6 +38,8 @@ def pairs_of(a: Any, b: Any, where: str, names: tuple[str, str] = ("a", "b"), **
     for name, arrays in zip(names, zip(*found, strict=True), strict=True):
         if len(dtypes := {x.dtype for x in arrays}) > 1:
             raise TypeError(f"{where}: the arrays of {name} have one dtype, got {', '.join(map(str, dtypes))}")
+    if found[0][0].dtype == found[0][1].dtype == bool:
+        raise TypeError(f"{where}: a sum of products is of numbers, got bool: add them up by jnp.logical_or")
     return found
 
 

@@ -51,6 +51,19 @@ def test_as_people_write_it(name):
     close(jax.jit(always(gradient))(*args), jax.jit(gradient)(*args), 1e-5)
 
 
+def test_labels_beyond_the_vocabulary_that_are_indices():
+    """Plain JAX takes the nearest column, and drops its cotangent."""
+
+    def loss(x, w, y, b):
+        logits = (x @ w + b).astype(jnp.float32).reshape(y.size, -1)
+        return (jax.nn.logsumexp(logits, -1) - logits[jnp.arange(y.size), y.reshape(-1)]).sum()
+
+    x, w, y, b = inputs()
+    args, gradient = (x, w, y.at[0, :3].set(jnp.array([1000, -1000, -100])), b), jax.value_and_grad(loss, ALL)
+    assert products(gradient, *args) == {3}
+    close(jax.jit(always(gradient))(*args), jax.jit(gradient)(*args), 1e-5)
+
+
 @pytest.mark.parametrize("name", ["smoothed", "masked", "z_loss", "softcap", "padded_vocabulary", "t5x", "shifted"])
 def test_forward_alone(name):
     args, fn = inputs(), CASES[name]

@@ -216,3 +216,15 @@ def test_backend_cuda_needs_a_kernel_of_each_product_alone():
     rows = cutjax.explain(fn, arch="sm_90a")(x, w).rows
     assert sum(row.count for row in rows) == count
     assert all(row.kernel.startswith("sm90") for row in rows)
+
+
+def test_what_a_sum_is_not_of():
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 3))
+    with pytest.raises(TypeError, match="a sum of products is of numbers, got bool"):
+        cutjax.gemm((x > 0, x > 0), (w > 0, w > 0))
+    with pytest.raises(TypeError, match="the arrays of a have one dtype, got"):
+        cutjax.gemm((x, x.astype(H)), (w, w))
+    with pytest.raises(ValueError, match="products that are added up have one shape"):
+        cutjax.gemm((x, jnp.ones((7, 4, 8))), (w, w))
+    with pytest.raises(ValueError, match="a sum of products has no prologue"):
+        cutjax.gemm((x, x), (w, w), prologue=lambda x: x)

@@ -38,7 +38,8 @@ def gathered(flat: Flat, eqn: Any, axis: int) -> Columns:
     if any(sizes[i] != 1 for i in range(len(shape))):
         raise Escape("gather of several columns")
     batch = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True))
-    return _columns(flat, eqn.invars[1], shape, axis, batch, dims.start_index_map, eqn.params["mode"])
+    clipped = eqn.params["mode"] in (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
+    return _columns(flat, eqn.invars[1], shape, axis, batch, dims.start_index_map, clipped)
 
 
 def scattered(flat: Flat, eqn: Any, axis: int) -> Columns:
@@ -51,10 +52,13 @@ def scattered(flat: Flat, eqn: Any, axis: int) -> Columns:
     batch = dict(zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True))
     if any(eqn.invars[2].aval.shape[i] != 1 for i in dims.update_window_dims):
         raise Escape("scatter to several columns")
-    return _columns(flat, eqn.invars[1], shape, axis, batch, dims.scatter_dims_to_operand_dims, eqn.params["mode"])
+    clipped = eqn.params["mode"] == GatherScatterMode.CLIP  # what is promised to lie within, XLA drops elsewhere
+    return _columns(flat, eqn.invars[1], shape, axis, batch, dims.scatter_dims_to_operand_dims, clipped)
 
 
-def _columns(flat: Flat, index: Any, shape: Any, axis: int, batch: dict[int, int], mapped: Any, mode: Any) -> Columns:
+def _columns(
+    flat: Flat, index: Any, shape: Any, axis: int, batch: dict[int, int], mapped: Any, clipped: bool
+) -> Columns:
     if axis not in mapped or is_literal(index):
         raise Escape("a gather along tokens")
     of_index, parts = index.aval.shape, _parts(flat, index, len(mapped))
@@ -72,7 +76,7 @@ def _columns(flat: Flat, index: Any, shape: Any, axis: int, batch: dict[int, int
     column = source(flat, parts[list(mapped).index(axis)])
     if is_literal(column) or math.prod(column.aval.shape) != math.prod(of_index[:-1]):
         raise Escape("a gather of one column for all tokens")
-    return Columns(column, mode in (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS))
+    return Columns(column, clipped)
 
 
 def _parts(flat: Flat, index: Any, count: int) -> list[Any]:
