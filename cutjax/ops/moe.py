@@ -33,9 +33,6 @@ from cutjax.primitives.routing import Routing
 from cutjax.runtime import backends
 
 GATHERS = ("auto", "copy", "loads")
-# The hidden width up to which rows are gathered in loads by themselves: of none. It paid forward at 256, and neither at
-# 1024 nor in weight gradients (benchmarks/results/experiments/gathered-h200.json).
-WIDEST_IN_LOADS = 0
 
 
 @automatic(lambda x, **_: lambda out: [axes(x, i - out.ndim) for i in range(out.ndim)], on_automatic_axes)
@@ -140,7 +137,7 @@ def moe(
     count, experts = math.prod(x.shape[:-1]), logits.shape[-1]
     devices = _devices(expert_axis, group_offset, form, parts, room)
     _check_shapes(x, experts, gate, up, down, layout, group_offset is None, devices)
-    loads = _gathers_in_loads(gather, gate, fp8 is not None or is_quantized(given))
+    loads = _gathers_in_loads(gather, fp8 is not None or is_quantized(given))
     if selection_bias is not None:
         bias = broadcastable(selection_bias, logits.shape, "moe")
         alike = expert_axis is None and all(size == 1 for size in bias.shape[:-1])  # for all tokens
@@ -200,14 +197,15 @@ def out_width(down: jax.Array, layout: str) -> int:
     return contracted(down, layout[1] == "n")
 
 
-def _gathers_in_loads(gather: str, gate: jax.Array, scaled: bool) -> bool:
+def _gathers_in_loads(gather: str, scaled: bool) -> bool:
     """True if products read the rows of x where it has them; raises an error if they cannot."""
     if gather not in GATHERS:
         raise ValueError(f"moe: unknown gather {gather!r}, expected one of {GATHERS}")
     if scaled and gather == "loads":
         raise ValueError("moe: gather='loads' with fp8 or cutjax.Quantized: their kernels read rows in their order")
-    # The copy takes as long however wide the experts are, and what products lose by copying themselves rises with that.
-    return gather == "loads" or (gather == "auto" and not scaled and min(gate.shape[1:]) <= WIDEST_IN_LOADS)
+    # By themselves never: that paid forward at a hidden width of 256, and neither at 1024 nor in weight gradients
+    # (benchmarks/results/experiments/gathered-h200.json).
+    return gather == "loads"
 
 
 def _slices(count: int, parts: int) -> list[slice]:

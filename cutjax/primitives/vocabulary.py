@@ -26,9 +26,6 @@ from cutjax.primitives import product as products
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
 
-# Whether fuse takes heads by default. Kernels took 17.7, 21.3 and 8.8 ms where plain JAX took 20.8, 26.2 and 10.0, but
-# whole steps 22.0, 26.2 and 10.0 by the host's clock (benchmarks/results/experiments/cross-entropy-h200.json).
-MEASURED = False
 CHUNK_BYTES = 376 * 2**20  # of what is kept of a chunk of rows
 LOG2_E = math.log2(math.e)
 SAMPLE = 256  # columns, of which the largest logit is taken for a shift

@@ -253,7 +253,7 @@ def test_gradients_that_need_logits_are_untouched(fn):
     close(jax.jit(always(gradient))(*args), jax.jit(gradient)(*args), 2e-3 if fn is precise else 1e-5)
 
 
-def test_unmeasured_kernels_are_taken_where_they_are_asked_for(monkeypatch):
+def test_heads_are_taken_where_they_are_asked_for(monkeypatch):
     def loss(x, w, y):
         return hard(x @ w, y).mean()
 
@@ -263,8 +263,8 @@ def test_unmeasured_kernels_are_taken_where_they_are_asked_for(monkeypatch):
     def explained(*args):
         return cutjax.explain(cutjax.fuse(jax.value_and_grad(loss, (0, 1))), device="NVIDIA H200")(*args)
 
-    assert vocabulary.MEASURED or all("head" not in report.why for report in explained(*args).fusion)
-    monkeypatch.setattr(vocabulary, "MEASURED", True)
+    assert rewrite.BY_DEFAULT or all("head" not in report.why for report in explained(*args).fusion)
+    monkeypatch.setattr(rewrite, "BY_DEFAULT", True)
     found = explained(*args)
     reports = [report for report in found.fusion if "a head and its losses in 3 products" in report.why]
     assert len(reports) == 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-
 import jax
 import jax.numpy as jnp
 import launches
@@ -38,14 +36,6 @@ VIEWS = {
     "2 of each": forward_view(2, (20, 20), (3, 3), 48),
     "of 2": forward_view(2, (20, 20), (3, 3), 48, channels=2),
 }
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """A kernel that hangs ends the run."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 def columns(name, view):

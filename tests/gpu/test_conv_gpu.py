@@ -6,7 +6,6 @@ Small integers unless said otherwise: equal to numpy, bit for bit, or wrong. Res
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import itertools
 from typing import Any
 
@@ -93,14 +92,6 @@ CONFIGS = [
     Config(128, 128, 64, 4, stream_k=True, schedule="pingpong", cluster_n=2),
 ]
 FEW = [Config(128, 64, 64, 4), Config(64, 64, 64, 4, cluster_n=2), Config(128, 128, 64, 4, schedule="pingpong")]
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """A kernel that hangs ends the run."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,6 @@ Small integers, bit for bit, and normal numbers near float64.
 
 from __future__ import annotations
 
-import faulthandler
-
 import jax
 import jax.numpy as jnp
 import launches
@@ -47,14 +45,6 @@ CASES = {
     "f64 32x64": (Item("f64", "dense", "tn", 136, 264, 201), MmaConfig(64, 128, 16, 32, 64, stages=3, blocks=2)),
     "f64 64x32, deep": (Item("f64", "k", "tn", 136, 136, 264), MmaConfig(128, 128, 32, 64, 32, stages=3)),
 }
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """A kernel that hangs ends the run."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("name", CASES)

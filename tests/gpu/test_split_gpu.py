@@ -6,7 +6,6 @@ Small integers unless said otherwise: equal to numpy, bit for bit, or wrong.
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 from collections.abc import Callable
 from typing import Any
 
@@ -48,14 +47,6 @@ BOTH += [Config(64, 32, 64, 8, cluster_k=4, splits=16)]
 SWAPPED = [Config(64, 32, 64, 8, swap=True, cluster_k=4), Config(128, 64, 64, 5, swap=True, cluster_k=2, splits=3)]
 SWAPPED += [Config(64, 48, 64, 6, swap=True, splits=3), Config(64, 16, 128, 6, swap=True, cluster_k=8)]
 CONFIGS = SHARED + BATCHED + BOTH + SWAPPED
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """A kernel that hangs ends the run."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 def name(config: cutjax.Config) -> str:

@@ -7,7 +7,6 @@ nobody adds up shows.
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import itertools
 import math
 
@@ -46,14 +45,6 @@ TILES = (
 )
 CONFIGS = [dataclasses.replace(config, stream_k=True) for config in TILES]
 FEW = (CONFIGS[0], CONFIGS[4], CONFIGS[5], CONFIGS[9], CONFIGS[11])
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """A kernel that hangs ends the run."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 def name(config: cutjax.Config) -> str:

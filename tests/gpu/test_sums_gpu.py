@@ -7,7 +7,6 @@ gradients of gated layers in normal numbers, near those of float64.
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import random
 
 import jax
@@ -47,14 +46,6 @@ PINNED = [
         MmaConfig(64, 64, 64, 32, 32, 2, 3),
     )
 ]
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """A kernel that hangs ends the run."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @dataclasses.dataclass(frozen=True)

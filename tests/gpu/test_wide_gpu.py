@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import faulthandler
 import itertools
 import os
 
@@ -55,14 +54,6 @@ def compiled(gpus):
                 kernels[kernel.name] = kernel
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(sm90.Kernel.compile, kernels.values()))
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    """A kernel that hangs ends the run."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 def integers(rng, kind, shape, which):

@@ -23,6 +23,9 @@ from cutjax.kernels.device import device_of
 from cutjax.primitives import vocabulary
 from cutjax.runtime import backends
 
+# Whether fuse takes heads by default. Kernels took 17.7, 21.3 and 8.8 ms where plain JAX took 20.8, 26.2 and 10.0, but
+# whole steps 22.0, 26.2 and 10.0 by the host's clock (benchmarks/results/experiments/cross-entropy-h200.json).
+BY_DEFAULT = False
 # Of products that may be a head's: smaller ones gain less than a search for their losses takes.
 _LEAST_COLUMNS, _LEAST_BYTES = 2048, 1 << 25
 _WORTH = 1.03  # of XLA's time, which the memory of the logits is worth
@@ -66,7 +69,7 @@ def headed(
       always: whether they are replaced whatever that costs.
       keys, template: the rewriter's, which builds each equation once.
     """
-    if not (always or vocabulary.MEASURED or backends.resolve(None, "fuse") == "cuda"):
+    if not (always or BY_DEFAULT or backends.resolve(None, "fuse") == "cuda"):
         return jaxpr, []
 
     def wanted(dot: Dot) -> bool:
