@@ -14,8 +14,10 @@ import jax
 import jax.ffi
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 from cutjax.binding import partition
 from cutjax.binding.rules import leaves_axes, symbolic
@@ -143,7 +145,7 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
                 _warn_once(f"{primitive.name}: XLA runs, not a kernel: {decision.why}")
             return (on_cuda if platform == "cuda" else elsewhere)(ctx, *args, **params)
         assert decision.choice is not None
-        called = decision.choice.call()
+        called, takes = decision.choice.call(), _metadata(decision.choice.time_us)
         results = called.results or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
         if called.prepare is None and called.finish is None:
             result_orders = _orders(called.result_orders, results)
@@ -153,10 +155,13 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
                 result_layouts=[order[::-1] for order in result_orders],
                 operand_output_aliases=dict(called.aliases),
             )
-            return lowering(ctx, *args, **called.attributes())
+            outs = lowering(ctx, *args, **called.attributes())
+            frontend = {name: ir.StringAttr.get(value) for name, value in takes.items()}
+            outs[0].owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(frontend)
+            return outs
 
         def launched(*xs: jax.Array) -> list[jax.Array]:
-            found = launch(called, results, *xs)
+            found = launch(called, results, takes, *xs)
             return [lax.reshape(x, aval.shape) for x, aval in zip(found, ctx.avals_out, strict=True)]
 
         return mlir.lower_fun(launched)(ctx, *args)
@@ -164,7 +169,16 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
     return lower
 
 
-def launch(called: Call, results: Sequence[jax.ShapeDtypeStruct], *xs: jax.Array) -> Any:
+def _metadata(us: float | None) -> dict[str, str]:
+    """Returns what tells XLA's scheduler the time of a kernel, where it is known.
+
+    XLA takes a custom call for a short one, and then sends nothing beside it: transfers of a program over several
+    devices wait for each other instead.
+    """
+    return {} if us is None else {"latency_metadata": str(round(1e3 * us))}
+
+
+def launch(called: Call, results: Sequence[jax.ShapeDtypeStruct], metadata: dict[str, str], *xs: jax.Array) -> Any:
     """Computes a call of the arguments it is prepared from, on CUDA; ``results`` are what its kernels write."""
     taken = called.prepare(xs) if called.prepare else xs
     call = jax.ffi.ffi_call(
@@ -174,7 +188,8 @@ def launch(called: Call, results: Sequence[jax.ShapeDtypeStruct], *xs: jax.Array
         output_layouts=_orders(called.result_orders, results),
         input_output_aliases=dict(called.aliases),
     )
-    written = call(*taken, **called.attributes())
+    with set_xla_metadata(**metadata):
+        written = call(*taken, **called.attributes())
     return called.finish(written, xs) if called.finish else written
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
 from jax.interpreters import mlir
@@ -149,7 +151,12 @@ def lower(
     Where ``seen`` is given, it gets what each device computes, and the program computes zeros.
     """
     avals: tuple[Any, ...] = tuple(ctx.avals_in)
-    rule = rules.rule(*avals, **params)
+    whole = rules.rule(*avals, **params)
+    lost = [_ones(x.shape, labels) for x, labels in zip(avals, whole.operands, strict=True)]
+    rule, (text, kinds) = whole.without(lost), whole.shardy(lost)
+
+    def given(xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return [lax.expand_dims(x, range(n)) for x, n in zip(xs, lost, strict=True)]
 
     def placed(mesh: Any, operands: Any, results: Any) -> Placement:
         shapes = [x.shape for x in (*operands, *ctx.avals_out)]
@@ -170,8 +177,8 @@ def lower(
             run = functools.partial(rules.shard, placement, avals=avals, **params)
             with jax.sharding.use_abstract_mesh(_NO_MESH):  # a shard lies on no mesh, whatever is in scope here
                 if seen is None:
-                    return list(run(*shards))
-                jaxpr = jax.make_jaxpr(run)(*shards)
+                    return list(run(*given(shards)))
+                jaxpr = jax.make_jaxpr(run)(*given(shards))
                 seen.append(Shard(primitive, avals, params, jaxpr, tuple(_gathers(operands, specs))))
                 return [jnp.zeros(x.shape, x.dtype) for x in jaxpr.out_avals]
 
@@ -181,17 +188,22 @@ def lower(
         placement = placed(mesh, [_named(x, mesh) for x in operands], ())
         return [NamedSharding(mesh, placement.spec(labels)) for labels in rule.results]
 
-    divided = custom_partitioning(lambda *xs: primitive.bind(*xs, **params))
-    text, kinds = rule.shardy()
+    divided = custom_partitioning(lambda *xs: primitive.bind(*given(xs), **params))
     divided.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
         decode_shardings=False,
         sharding_rule=text,
-        **_given(kinds),
+        **{name: value for name, value in kinds.items() if value},
     )
+
+    # Weights without the axis of size 1 before them are what plain products in the program read, so XLA gathers them
+    # once for all.
+    def without(*xs: jax.Array) -> Any:
+        return divided(*(lax.squeeze(x, range(n)) for x, n in zip(xs, lost, strict=True)))
+
     ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=devices.context))
-    outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
+    outs = mlir.lower_fun(without, multiple_results=True)(ctx, *args)
     # Jax's cache of compiled programs may leave the callback out of its key, so that says what it does.
     what = primitive.name, sorted(params.items(), key=str), avals, seen and id(seen)
     name = hashlib.sha256(repr(what).encode()).hexdigest()
@@ -226,8 +238,10 @@ def _gathers(operands: Sequence[Any], specs: Sequence[jax.P]) -> Iterator[str]:
             yield f"operand {i} is gathered over {', '.join(gone)}"
 
 
-def _given(kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    return {name: value for name, value in kinds.items() if value}
+def _ones(shape: Sequence[int], labels: Labels) -> int:
+    """Returns the number of axes of size 1 before all others that have no name."""
+    ones = itertools.takewhile(lambda x: x == (1, None), zip(shape, labels, strict=True))
+    return sum(1 for _ in ones)
 
 
 def _axes(x: Any, i: int) -> tuple[str, ...]:

@@ -42,8 +42,14 @@ class Rule:
         """True if partial sums are added over devices, before anything else is computed of them."""
         return any(placement.axes.get(label) for label in self.summed if label not in self.late)
 
-    def shardy(self) -> tuple[str, dict[str, tuple[str, ...]]]:
+    def without(self, lost: Sequence[int]) -> Rule:
+        """Returns the rule of operands that have lost so many of their first axes."""
+        return dataclasses.replace(self, operands=tuple(x[n:] for x, n in zip(self.operands, lost, strict=True)))
+
+    def shardy(self, lost: Sequence[int]) -> tuple[str, dict[str, tuple[str, ...]]]:
         """Returns the rule as Shardy reads it: axes that are whole have names of their own.
+
+        The operands have lost so many of their first axes there.
 
         So have summed axes of weights that a batch shares, of which an axis of size 1 was put in front. XLA may choose
         how such lie, though the argument that they are lies as it lies: it would divide them as the rows' summed axis
@@ -51,10 +57,10 @@ class Rule:
         """
         whole: list[str] = []
 
-        def names(labels: Labels, follows: bool = False) -> str:
+        def names(labels: Labels, follows: bool = False, gone: int = 0) -> str:
             found = []
             shared = labels[:1] == (None,)
-            for label in labels:
+            for label in labels[gone:]:
                 if label is None:
                     whole.append(f"whole{len(whole)}")
                 alone = follows or (label in self.summed and shared)
@@ -62,7 +68,8 @@ class Rule:
             return " ".join(found)
 
         places = range(self.factors - self.following, self.factors)
-        operands = ", ".join(names(labels, i in places) for i, labels in enumerate(self.operands))
+        each = enumerate(zip(self.operands, lost, strict=True))
+        operands = ", ".join(names(labels, i in places, n) for i, (labels, n) in each)
         results = ", ".join(map(names, self.results))
         order = dict.fromkeys(operands.replace(",", "").split())  # Shardy's order of names
         summed = tuple(name for name in order if name.split("_")[0] in self.summed)

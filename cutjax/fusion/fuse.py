@@ -16,6 +16,7 @@ from jax.core import Tracer
 from cutjax.binding import walk
 from cutjax.epilogue.jaxpr import bind_equation
 from cutjax.fusion.fp8 import Recipes, recipe_of
+from cutjax.fusion.inline import without_idle
 from cutjax.fusion.jaxprs import is_literal
 from cutjax.fusion.report import tell
 from cutjax.fusion.rewrite import POLICIES, Rewriter
@@ -179,7 +180,7 @@ def fuse(
         own = {x for x, flag in zip(closed.jaxpr.invars, flags, strict=True) if flag}
         for eqn in closed.eqns:  # the call of flat, and nothing else
             rewriter = Rewriter(policy, fp8)
-            program = rewriter.rewrite(eqn.params["jaxpr"], tuple(x in own for x in eqn.invars))
+            program = rewriter.rewrite(without_idle(eqn.params["jaxpr"], {}), tuple(x in own for x in eqn.invars))
             walk.annotate(program, tuple(rewriter.reports))
             tell(rewriter.reports)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": program})

@@ -1,4 +1,4 @@
-"""Calls of jitted functions in a program: opened where they are called once, or are small."""
+"""Calls of jitted functions in a program, opened where they are called once or are small; and what asks for nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend import core
 
+from cutjax.binding.rules import explicit_axes
 from cutjax.epilogue.jaxpr import is_open
 from cutjax.fusion.jaxprs import (
     BODIES,
@@ -18,6 +19,7 @@ from cutjax.fusion.jaxprs import (
     opened,
     pointwise,
     renamed,
+    with_bodies,
     with_equations,
 )
 
@@ -58,6 +60,38 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
 
     outvars = append(top, {})
     return with_equations(jaxpr, eqns, outvars)
+
+
+def without_idle(jaxpr: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Returns a program, and those in it, without reshards that ask for nothing; ``done`` keeps what was seen.
+
+    Jax puts such around the constants of its derivatives where arrays lie on a mesh, whose axes may all be automatic.
+    """
+    if id(jaxpr) not in done:
+        names: dict[Any, Any] = {}
+        eqns: list[Any] = []
+        changed = False
+        for eqn in opened(jaxpr).eqns:
+            if _is_idle(eqn):
+                ((x,), (out,)) = eqn.invars, eqn.outvars
+                names[out] = x if is_literal(x) else names.get(x, x)
+                continue
+            new = renamed(eqn, names) if names else eqn
+            found = [without_idle(body, done) for body in bodies(eqn)]
+            if any(x is not body for x, body in zip(found, bodies(eqn), strict=True)):
+                new = with_bodies(new, lambda body, donated: without_idle(body, done))
+            changed |= new is not eqn
+            eqns.append(new)
+        outvars = [x if is_literal(x) else names.get(x, x) for x in opened(jaxpr).outvars]
+        done[id(jaxpr)] = jaxpr, with_equations(jaxpr, eqns, outvars) if names or changed else jaxpr
+    return done[id(jaxpr)][1]
+
+
+def _is_idle(eqn: Any) -> bool:
+    """True if an equation is a reshard on a mesh whose axes are all automatic."""
+    if eqn.primitive.name != "reshard" or explicit_axes(eqn.params["dst_sharding"].mesh):
+        return False
+    return all(axes is None for axes in eqn.params["dst_sharding"].spec)
 
 
 def _within(scope: Any, source_info: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -276,3 +277,19 @@ def test_a_function_is_traced_once(kind):
     with jax.set_mesh(mesh) if kind is not None else contextlib.nullcontext():
         counts = {name: _traced_by(use) for name, use in uses.items()}
     assert set(counts.values()) == {1}, counts
+
+
+def test_constants_of_derivatives_are_no_obstacle():
+    """Jax reshards the 1 of 1 - logistic(x) on a mesh of automatic axes; what reads it is fused as without a mesh."""
+    shapes = (512, 64), (64, 256), (64, 256), (256, 64)
+
+    def loss(x, gate, up, down):
+        return ((jax.nn.silu(x @ gate) * (x @ up)) @ down).astype(jnp.float32).sum()
+
+    def epilogues(**kwargs):
+        args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, **kwargs) for shape in shapes]
+        text = str(cutjax.explain(cutjax.fuse(jax.grad(loss, (0, 1, 2, 3)), policy="always"))(*args))
+        return sorted(re.findall(r"epilogue +(.*)", text))
+
+    whole = jax.NamedSharding(jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P())
+    assert epilogues() == epilogues(sharding=whole)

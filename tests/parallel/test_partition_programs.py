@@ -487,9 +487,30 @@ def test_few_rows_by_fully_sharded_weights():
 
 @pytest.mark.versions
 def test_rule_of_shardy():
-    text, kinds = placement.Rule((("m", "k"), ("k", None)), (("m", None),), 2, ("k",)).shardy()
+    text, kinds = placement.Rule((("m", "k"), ("k", None)), (("m", None),), 2, ("k",)).shardy((0, 0))
     assert text == "m k, k whole0 -> m whole1"
     assert kinds == {"need_replication_factors": ("whole0", "whole1"), "reduction_factors": ("k",)}
+    batched = placement.Rule((("b0", "m", "k"), (None, "k", "n")), (("b0", "m", "n"),), 2, ("k",))
+    text, kinds = batched.shardy((0, 1))
+    assert text == "b0 m k, k_shared n -> b0 m n"
+    assert kinds == {"need_replication_factors": (), "reduction_factors": ("k", "k_shared")}
+
+
+@pytest.mark.versions
+def test_a_weight_of_fused_and_plain_products_is_gathered_once():
+    """Where some read it with an axis of size 1 before it, XLA gathered it for each of them."""
+    over = jax.NamedSharding(mesh_of(data=2), jax.P(D))
+    args = [jax.device_put(x, over) for x in (normal(0, (8, 256, 64), H), normal(1, (64, 64), H))]
+
+    def gathered(fuse):
+        f = fuse(lambda x, w: jax.nn.silu(x @ w))
+
+        def program(x, w):
+            return (f(x, w) + lax.dot_general(x, w, (((2,), (1,)), ((), ())))).sum()
+
+        return moved(jax.jit(program).lower(*args).compile().as_text())["all-gather"]
+
+    assert gathered(functools.partial(cutjax.fuse, policy="always")) <= gathered(lambda f: f)
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
