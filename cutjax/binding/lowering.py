@@ -69,7 +69,13 @@ class Decision:
 
 
 def decide(
-    primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], *, platform: str, divided: bool
+    primitive: core.Primitive,
+    avals: Sequence[Any],
+    params: dict[str, Any],
+    *,
+    platform: str,
+    divided: bool,
+    several: bool = False,
 ) -> Decision:
     """Chooses a kernel or XLA for a product, or an error.
 
@@ -79,6 +85,7 @@ def decide(
       params: its parameters.
       platform: what the program is lowered for, "cuda", "cpu", or several in one string.
       divided: whether XLA's partitioner divides the program at this place over several devices.
+      several: whether a kernel here is one device's part of a program over several.
     """
     backend, config = params["backend"], params.get("config")
     insists = backend == "cuda" and primitive not in optional and not is_apart(primitive, params)
@@ -94,7 +101,7 @@ def decide(
         return Decision("XLA", PARTITIONED)
     if unknown := ", ".join(str(x.shape) for x in avals if symbolic(x)):
         return Decision("error" if strict else "XLA", f"kernels are compiled for known sizes, not {unknown}")
-    choice = choosers[primitive](*avals, target=target(), **params)
+    choice = choosers[primitive](*avals, target=dataclasses.replace(target(), several=several), **params)
     why = "; ".join(choice.reasons)
     if choice.problem.flops == 0:
         return Decision("XLA", why, choice)  # an empty result, or zeros: nothing to launch, under "cuda" neither
@@ -130,11 +137,11 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
             return mlir.lower_fun(lambda *_: [zero() for zero in zeros])(ctx, *args)
         platform = ", ".join(ctx.platforms or ctx.module_context.platforms)
         # Shards are lowered while XLA compiles, in the context of a shard_map.
-        alone = not divided and not isinstance(ctx.module_context.axis_context, mlir.SPMDAxisContext)
-        if platform == "cuda" and alone:
+        several = not divided and isinstance(ctx.module_context.axis_context, mlir.SPMDAxisContext)
+        if platform == "cuda" and not divided and not several:
             for look in before_choice:
                 look(primitive, ctx.avals_in, params)
-        decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided)
+        decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided, several=several)
         later = rules and devices and platform == "cuda" and rules.later(**params)
         if decision.runs == "error" and not later:
             raise NotImplementedError(f"{primitive.name}: {decision.why}")
@@ -156,8 +163,9 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
                 operand_output_aliases=dict(called.aliases),
             )
             outs = lowering(ctx, *args, **called.attributes())
-            frontend = {name: ir.StringAttr.get(value) for name, value in takes.items()}
-            outs[0].owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(frontend)
+            frontend: dict[str, ir.Attribute] = {name: ir.StringAttr.get(value) for name, value in takes.items()}
+            first: Any = outs[0]
+            first.owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(frontend)
             return outs
 
         def launched(*xs: jax.Array) -> list[jax.Array]:
@@ -170,7 +178,7 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
 
 
 def _metadata(us: float | None) -> dict[str, str]:
-    """Returns what tells XLA's scheduler the time of a kernel, where it is known.
+    """Returns the attributes by which XLA's scheduler knows the time of a kernel; none where it is not known.
 
     XLA takes a custom call for a short one, and then sends nothing beside it: transfers of a program over several
     devices wait for each other instead.
@@ -263,11 +271,13 @@ class Target:
       arch: the architecture to compile for, e.g. "sm_90a".
       kind: JAX's ``device_kind``; "" when lowering without a device.
       sms: streaming multiprocessors; None where nobody says.
+      several: whether they are one device's part of programs over several.
     """
 
     arch: str
     kind: str = ""
     sms: int | None = None
+    several: bool = False
 
 
 @functools.lru_cache(maxsize=1)

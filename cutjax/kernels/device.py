@@ -45,6 +45,8 @@ class Device:
         times a share. Empty where nobody measured anything.
       shared: whether transfers take some of the SMs while a kernel runs. Its blocks then take one tile each, so that an
         SM joins when it is free: a persistent block that waits for one has all its tiles left to do.
+      several: whether programs are divided over several devices, so that NCCL's kernels may take some of the SMs at any
+        time. Persistent blocks then take their tiles as they come to them, where the kernel can.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Device:
     tensor_memory: bool = False
     measured: tuple[str, ...] = ()
     shared: bool = False
+    several: bool = False
 
     def clusters_at_once(self, size: int) -> int:
         """Returns the number of clusters of so many blocks that run at one time where each block takes an SM."""
@@ -280,19 +283,23 @@ class _Target(Protocol):
     def kind(self) -> str: ...
     @property
     def sms(self) -> int | None: ...
+    @property
+    def several(self) -> bool: ...
 
 
 def device_of(target: _Target) -> Device:
     """Returns the device that programs are lowered for."""
-    return device_of_kind(target.kind, target.arch, target.sms)
+    return device_of_kind(target.kind, target.arch, target.sms, target.several)
 
 
 @functools.lru_cache(maxsize=64)
-def device_of_kind(kind: str, arch: str, sms: int | None = None) -> Device:
-    """Returns the device of JAX's ``device_kind``, with the SMs it really has.
+def device_of_kind(kind: str, arch: str, sms: int | None = None, several: bool = False) -> Device:
+    """Returns the device of JAX's ``device_kind``, with the SMs it really has, one of several or alone.
 
     A kind that is not listed is its architecture's reference, as fast for each SM; so is "", where there is no device.
     """
+    if several:
+        return dataclasses.replace(device_of_kind(kind, arch, sms), several=True)
     if not kind:
         return reference(arch)
     found = (device for device in _listed(kind) if device.arch == arch)

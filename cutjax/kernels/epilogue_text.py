@@ -44,6 +44,7 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
 #define PARTIALS_ARGUMENTS {passed("partials")}
 #define SPLITS {passed("splits")[2:] or 1}
 #define SCHEDULER_ARGUMENTS {passed("scheduler")}
+#define ITEMS_ARGUMENTS {passed("items")}
 #define ROWS_ARGUMENTS {passed("rows")}
 #define PROMOTION_ARGUMENTS {passed("promotion")[2:]}
 #define CHANGES_ARGUMENTS {passed("changes")[2:]}

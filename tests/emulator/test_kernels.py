@@ -16,6 +16,7 @@ from products import Item
 from cutjax import Config, MmaConfig, Problem
 from cutjax.kernels import families
 from cutjax.kernels.operand import Gathered
+from cutjax.kernels.sm90 import resolved
 from emulator import device
 
 CASES = {
@@ -104,6 +105,27 @@ def test_sm90(name):
     item, config = CASES[name]
     kernel = families.resolve(item.problem, config)
     check(item.problem, kernel, item.data(), [(0, 0), (1, 3)])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(64, 64, 64, 3),
+        Config(128, 64, 64, 4, cluster_m=2),
+        Config(64, 64, 64, 4, cluster_n=2, schedule="pingpong"),
+        Config(64, 64, 64, 4, swap=True, schedule="pingpong"),
+    ],
+    ids=str,
+)
+def test_tiles_as_blocks_come_to_them(config, monkeypatch):
+    """Of a device's part of a program over several: whatever number of blocks run, in whatever order."""
+    monkeypatch.setattr(resolved, "LONG_US", 0.0)
+    item = Item("bf16", "dense", "nn", 456, 392, 136, "operands")
+    of = item.problem.device
+    problem = item.problem.on(dataclasses.replace(of.with_sms(2), several=True))
+    kernel = families.resolve(problem, config)
+    assert kernel.tickets
+    check(problem, kernel, item.data(), [(0, 0), (1, 3), (2, 1)])
 
 
 def test_rows_by_index():

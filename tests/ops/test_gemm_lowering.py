@@ -10,15 +10,14 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import mesh_of
 
 import cutjax
-
-pytestmark = pytest.mark.versions
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
 H = jnp.bfloat16
 
-pytestmark = pytest.mark.usefixtures("kernels_run")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("kernels_run")]
 
 
 def shapes(layout: str, batch=(), m=64, n=32, k=128, dtype=H):
@@ -135,3 +134,21 @@ def test_export_round_trip(platforms):
 def test_export_without_the_exemption_is_refused_by_jax():
     with pytest.raises(ValueError, match="cutjax_launch"):
         jax.export.export(jax.jit(cutjax.gemm), platforms=("cuda",))(*shapes("nn"))
+
+
+def test_a_part_of_a_program_over_several_devices_takes_tiles_as_they_come():
+    """NCCL's kernels may hold SMs at any time there; alone, blocks take their tiles in turns. XLA hears its time."""
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+
+    def text(fn):
+        return jax.jit(fn).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+
+    def product(x, w):
+        return cutjax.gemm(x, w, backend="cuda")
+
+    rows = jax.P("data")
+    part = jax.shard_map(product, mesh=mesh_of(data=2), in_specs=(rows, jax.P()), out_specs=rows)
+    for fn, counts in ((product, False), (part, True)):
+        assert ("tensor<1xi32>" in text(fn)) == counts
+        assert re.search(r'latency_metadata = "\d{6}"', text(fn))

@@ -24,6 +24,7 @@ from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Sizes, Sums
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
 
 ARCH = "sm_90a"
+ITEMS_BYTES = 80  # of the slots through which warps are told their items: ffi/device/sm90/tickets.cuh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -219,6 +220,7 @@ class Footprint:
       half: bytes that each of two blocks on an SM may take; 0 where registers do not fit two.
       scale_bytes: scales of the operands, of a stage.
       sums_bytes: accumulators of warpgroups that share a tile's k blocks.
+      items_bytes: slots through which warps are told their items, where they may take them as they come.
     """
 
     chunk: Any
@@ -230,10 +232,12 @@ class Footprint:
     half: Any
     scale_bytes: Any = 0
     sums_bytes: Any = 0
+    items_bytes: int = 0
 
     def bytes(self, stages: Any, buffers: Any = 2) -> Any:
         """Returns the shared memory of so many stages and staging buffers a warpgroup."""
-        return stages * (self.stage_bytes + self.scale_bytes + 16) + buffers * self.staging_bytes + self.sums_bytes
+        stage = self.stage_bytes + self.scale_bytes + 16
+        return stages * stage + buffers * self.staging_bytes + self.sums_bytes + self.items_bytes
 
     def limit(self, stages: Any) -> Any:
         """Returns the shared memory a block may take: half an SM's where two fit, each with two staging buffers."""
@@ -266,4 +270,5 @@ def footprint(facts: Facts, config: Sizes) -> Footprint:
         half=where(two, problem.device.shared_bytes_per_sm // 2 - 1024, 0),
         scale_bytes=scales.bytes_of(problem, config),
         sums_bytes=(config.slice_groups > 1) * config.slice_groups * 4 * config.bm * config.bn * problem.products,
+        items_bytes=ITEMS_BYTES if problem.device.several else 0,
     )

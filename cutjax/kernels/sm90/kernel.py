@@ -81,8 +81,13 @@ class Kernel(Resolved, base.Kernel):
         return max(1, clusters) * config.cluster
 
     def scratch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the memory of tiles in parts: two for each block in flight, and a ticket for each warpgroup."""
+        """Returns the counter of tiles, or the memory of those in parts.
+
+        That is two for each block in flight, and a ticket for each warpgroup.
+        """
         p, c, blocks = self.problem, self.config, self._in_flight
+        if self.tickets:
+            return (jax.ShapeDtypeStruct((1,), np.dtype(np.int32)),)
         if not c.stream_k:
             return ()
         tickets = 2 * blocks * (c.bm // (64 * c.m_blocks))  # fewer than two waves of tiles are in parts

@@ -7,6 +7,7 @@
 //   sliced:      the same of two pairs of consumers, or four, each of which takes other k blocks (sliced.cuh).
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
+// A cluster takes work items in turns, or as it comes to them: turns.cuh, tickets.cuh.
 // STREAM_K: tiles of what would be an unfilled last wave are computed in parts (stream_scheduler.cuh).
 // CLUSTER_K CTAs that share a tile, and splits, divide the contraction (cluster_sum.cuh): such a CTA has one tile.
 // RAGGED_M, RAGGED_N, RAGGED_K: the rows, the columns or the contraction are divided in groups (group_scheduler.cuh).
@@ -30,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   SharedTiles shared{pinned(shared_address(shared_memory))};
   u32 staging = shared.base + STAGES * STAGE_BYTES;
   u32 barriers = shared.slot(STAGES, Promotion::BYTES), operand_barriers = barriers + STAGES * 16;
+  u32 items_base = operand_barriers + (EXTRAS_BYTES > 0 ? STORERS * STORE_BUFFERS * 8 : 0);
   Pipeline pipe{barriers, barriers + STAGES * 8, 0, 0};
 
   int warpgroup = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
@@ -46,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     }
     if constexpr (EXTRAS_BYTES > 0)
       for (int buffer = 0; buffer < STORERS * STORE_BUFFERS; ++buffer) mbarrier_init(operand_barriers + buffer * 8, 1);
+    Items::init(items_base);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -65,11 +68,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
     auto each_tile = [&](auto fill_tile) {
       Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
-      for (int index = blockIdx.x / CTAS; scheduler.has(index); index += step) {
+      Producing items(items_base, rank, step ITEMS_ARGUMENTS);
+      for (int index = items.first(); scheduler.has(index); index = items.after(index)) {
         Work work = work_of(scheduler, index);
         BatchIndex i(work.batch, batch1, batch2);
         fill_tile(work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2));
       }
+      items.end();
     };
     if (thread < PRODUCERS) {
       each_tile([&](const Work& work, int matrix_a, int matrix_b) {
@@ -99,18 +104,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     Changes changes{Told{CHANGES_ARGUMENTS}};
     Accumulators accumulators;
     int first_row = PING_PONG ? 0 : consumer % STORERS * ROWS_PER_CONSUMER;
-    int index = blockIdx.x / CTAS, turn = 0;
+    Items items(items_base, rank, step ITEMS_ARGUMENTS);
+    int turn = 0;
     if (SLICED > 1 && consumer < STORERS) bar_arrive(SUMS_BARRIER + 1, CONSUMERS * 128);
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
       if (consumer == 1) bar_arrive(TURN_BARRIER, 256);
       if constexpr (EVEN_DEPTH) {  // the other's tiles are as deep as ours: no need to look at them
         if (consumer == 1) pipe.advance(k_blocks);
-        index += consumer * step;
-        step *= 2;
+        items.alternate(consumer);
       }
     }
-    for (; scheduler.has(index); index += step) {
+    for (int index = items.first(); scheduler.has(index); index = items.after(index)) {
       Work work = work_of(scheduler, index);
       if constexpr (PING_PONG && !EVEN_DEPTH) {
         turn ^= 1;
