@@ -26,7 +26,7 @@ from cutjax.primitives import product as products
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
 
-CHUNK_BYTES = 376 * 2**20  # of what is kept of a chunk of rows
+CHUNK_BYTES = 256 * 2**20  # of what is kept of a chunk of rows
 LOG2_E = math.log2(math.e)
 SAMPLE = 256  # columns, of which the largest logit is taken for a shift
 ABOVE = 24.0  # how far the shift is above it, in units of log(2): no row's largest logit is below that of the sample
@@ -210,7 +210,9 @@ def in_chunks(step: Callable[..., Any], head: Head, w: jax.Array, itemsize: int,
         return step(None, arrays)
     first = rows - (-(-rows // each) - 1) * each  # what is over is in the first chunk: none is padded
     sums, found = step(None, [x[:first] for x in arrays])
-    sums, others = lax.scan(step, sums, [x[first:].reshape(-1, each, *x.shape[1:]) for x in arrays])
+    rest = [x[first:].reshape(-1, each, *x.shape[1:]) for x in arrays]
+    sums, rest = lax.optimization_barrier((sums, rest))  # the memory of one chunk is another's
+    sums, others = lax.scan(step, sums, rest)
 
     def joined(first: jax.Array, others: jax.Array) -> jax.Array:
         return jnp.concatenate([first, others.reshape(-1, *first.shape[1:])])
