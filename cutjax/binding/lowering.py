@@ -146,7 +146,8 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
         if decision.runs == "error" and not later:
             raise NotImplementedError(f"{primitive.name}: {decision.why}")
         if rules and devices:
-            return partition.lower(ctx, args, primitive, rules, params, devices)
+            takes = _metadata(_of_part(primitive, ctx.avals_in, params, devices.context)) if platform == "cuda" else {}
+            return partition.lower(ctx, args, primitive, rules, params, devices, metadata=takes)
         if decision.runs == "XLA":
             if decision.warns:
                 _warn_once(f"{primitive.name}: XLA runs, not a kernel: {decision.why}")
@@ -184,6 +185,17 @@ def _metadata(us: float | None) -> dict[str, str]:
     devices wait for each other instead.
     """
     return {} if us is None else {"latency_metadata": str(round(1e3 * us))}
+
+
+OPERATIONS = 4  # of a device's part, about: XLA gives each the attributes of the whole
+
+
+def _of_part(primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], devices: Any) -> float | None:
+    """Returns the microseconds of each operation of a device's part, where a kernel would run the whole."""
+    if any(map(symbolic, avals)):
+        return None
+    choice = choosers[primitive](*avals, target=target(), **params)
+    return choice.time_us / devices.num_devices / OPERATIONS if choice.served and choice.time_us else None
 
 
 def launch(called: Call, results: Sequence[jax.ShapeDtypeStruct], metadata: dict[str, str], *xs: jax.Array) -> Any:

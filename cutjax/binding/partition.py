@@ -145,10 +145,12 @@ def lower(
     params: dict[str, Any],
     devices: Devices,
     seen: list[Shard] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Sequence[Any]:
     """Lowers an operation to one that is divided when the program is compiled.
 
-    Where ``seen`` is given, it gets what each device computes, and the program computes zeros.
+    Where ``seen`` is given, it gets what each device computes, and the program computes zeros. All operations of a
+    device's part have the metadata.
     """
     avals: tuple[Any, ...] = tuple(ctx.avals_in)
     whole = rules.rule(*avals, **params)
@@ -208,7 +210,9 @@ def lower(
     what = primitive.name, sorted(params.items(), key=str), avals, seen and id(seen)
     name = hashlib.sha256(repr(what).encode()).hexdigest()
     owner = outs[0].owner
-    owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"cutjax": ir.StringAttr.get(name)})
+    attributes = {"cutjax": name, **(metadata or {})}
+    frontend: dict[str, ir.Attribute] = {key: ir.StringAttr.get(value) for key, value in attributes.items()}
+    owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(frontend)
     return _where_types_say(ctx, outs) if explicit_axes(on_mesh(*avals, *ctx.avals_out).mesh) else outs
 
 

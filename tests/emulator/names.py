@@ -137,6 +137,13 @@ def _store(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[st
     return "st", [place, *(d.place(x, bits) for x in source)], [space, size, 0, displacement, flags]
 
 
+def _store_async(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
+    to, value, barrier = operands
+    if words[-1] not in ("u32", "b32", "s32") or to.displacement or barrier.displacement:
+        raise storage.Unsupported(name)
+    return "st.async", [d.place(x, 32) for x in (to.base, value, barrier.base)], []
+
+
 def _atomic(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
     space, _, kind = _memory(words)
     of = next(x for x in words if x in ("add", "exch", "cas", "min", "max", "and", "or", "xor", "inc"))
@@ -346,6 +353,7 @@ def _fence(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[st
 _FORMS = {
     "ld": _load,
     "ldu": _load,
+    "st.async": _store_async,
     "st": _store,
     "atom": _atomic,
     "red": _atomic,

@@ -8,29 +8,18 @@
 constexpr int SLOTS = 4;
 constexpr u32 READERS = CLUSTER * (1 + 4 * CONSUMERS_PER_TILE);  // warps, one of each block's producer
 
-DEVICE void st_shared_cluster(u32 address, u32 rank, int value) {
+// Writes to the same address of another block, which its barrier counts as bytes that have come. Neither it nor what
+// waits for it is a fence: one for the cluster would wait for all that a warp has written to global memory.
+DEVICE void st_async(u32 address, u32 barrier, u32 rank, int value) {
   asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nst.shared::cluster.u32 [remote], %2;\n}" ::"r"(
-          address),
-      "r"(rank), "r"(value)
+      "{\n.reg .b32 to, counts;\nmapa.shared::cluster.u32 to, %0, %2;\nmapa.shared::cluster.u32 counts, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %3, [counts];\n}" ::"r"(address),
+      "r"(barrier), "r"(rank), "r"(value)
       : "memory");
 }
 
-// As mbarrier_arrive_cluster, of what was written to that block before.
-DEVICE void mbarrier_arrive_release(u32 barrier, u32 rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
-DEVICE void mbarrier_wait_acquire(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nretry:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra retry;\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+DEVICE void st_shared(u32 address, int value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 DEVICE int ld_shared(u32 address) {
@@ -46,6 +35,7 @@ struct Items {
   int stride = 1, slot = 0, phase = 0;
 
   DEVICE static void init(u32 base) {
+#pragma unroll 1
     for (int i = 0; i < SLOTS; ++i) {
       mbarrier_init(base + i * 8, 1);
       mbarrier_init(base + (SLOTS + i) * 8, READERS);
@@ -68,10 +58,16 @@ struct Items {
 
   // All threads of a warp.
   DEVICE int read() {
-    mbarrier_wait_acquire(full + slot * 8, phase);
+    mbarrier_wait(full + slot * 8, phase);
     int item = ld_shared(slots + slot * 4);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive_release(empty + slot * 8, 0);
+    if (threadIdx.x % 32 == 0) {
+      if constexpr (CLUSTER > 1) {
+        mbarrier_arrive_cluster(empty + slot * 8, 0);
+      } else {
+        mbarrier_arrive(empty + slot * 8);
+      }
+    }
     advance(stride);
     return item;
   }
@@ -93,11 +89,15 @@ struct Producing : Items {
   }
 
   DEVICE int pass() {
+    u32 barrier = full + slot * 8, place = slots + slot * 4;
+    if (CLUSTER > 1 && threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(barrier, 4);
     if (tells()) {
-      mbarrier_wait_acquire(empty + slot * 8, phase ^ 1);
-      for (u32 block = 0; block < CLUSTER; ++block) {
-        st_shared_cluster(slots + slot * 4, block, next);
-        mbarrier_arrive_release(full + slot * 8, block);
+      mbarrier_wait(empty + slot * 8, phase ^ 1);
+      if constexpr (CLUSTER > 1) {
+        for (u32 block = 0; block < CLUSTER; ++block) st_async(place, barrier, block, next);
+      } else {
+        st_shared(place, next);
+        mbarrier_arrive(barrier);
       }
     }
     __syncwarp();
@@ -118,10 +118,12 @@ struct Producing : Items {
   // The first block of a cluster stays until all others have read what it told them.
   DEVICE void end() {
     if (PING_PONG) pass();  // that there are no more, to the other consumer too
-    if (tells())
+    if (tells()) {
+#pragma unroll 1
       for (int i = 0; i < SLOTS; ++i) {
-        mbarrier_wait_acquire(empty + slot * 8, phase ^ 1);
+        mbarrier_wait(empty + slot * 8, phase ^ 1);
         advance(1);
       }
+    }
   }
 };

@@ -155,6 +155,22 @@ Step run_store(Warp& w, const Instruction& i, u32 mask) {
   return NEXT;
 }
 
+// Address, value, and the mbarrier that counts the bytes when they have come.
+Step store_async(Warp& w, const Instruction& i, u32 mask) {
+  lanes(mask, [&](int l) {
+    u32 to = w.get32(i.list[0], l), value = w.get32(i.list[1], l), barrier = w.get32(i.list[2], l);
+    Warp* warp = &w;
+    w.machine->flying.push_back({&block_of(*w.block, to), [=] {
+                                   write_shared(*warp->block, to, 4, reinterpret_cast<const u8*>(&value));
+                                   Mbarrier& found = mbarrier(*warp->block, barrier);
+                                   found.bytes -= 4;
+                                   complete(*warp->machine, found);
+                                   ++warp->machine->changes;
+                                 }});
+  });
+  return NEXT;
+}
+
 // atom and red: as ld's, behind a result (-1 of red) an address and one or two values.
 template <class T, class F>
 Step atomic(Warp& w, const Instruction& i, u32 mask, F f) {
@@ -239,6 +255,7 @@ void land_copies(Warp& w, int lane, size_t keep, bool uncommitted) {
 void add_memory(Table& table) {
   table.push_back({"ld", run_load});
   table.push_back({"st", run_store});
+  table.push_back({"st.async", store_async});
   ATOMIC("add.u32", u32, a + b), ATOMIC("add.s32", u32, a + b), ATOMIC("add.u64", u64, a + b);
   ATOMIC("add.f32", float, a + b), ATOMIC("add.f64", double, a + b), ATOMIC("exch.b32", u32, b);
   ATOMIC("exch.b64", u64, b), ATOMIC("cas.b32", u32, a == b ? c : a), ATOMIC("cas.b64", u64, a == b ? c : a);
