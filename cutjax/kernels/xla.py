@@ -262,7 +262,8 @@ def _few_rows_us(p: Problem, device: Device) -> float:
 # XLA's products of float32 and of 8 bits: how long they multiply, in units of those by TF32 at the device's rate, and
 # microseconds for each megabyte of a, b and the result, which splitting takes. Of 4096 and 8192 cubed on an H200
 # (benchmarks/results/experiments/wide-h200.json). Those of float8 are the least of six that take 0.252 to 0.266 at 4096
-# rows and more. Of two float8_e5m2 none was measured: cuBLAS has none, so they are no faster than 16 bits.
+# rows and more, in bursts; longer ones take more, as power limits them (`_HOT_FLOAT8`). Of two float8_e5m2 none was
+# measured: cuBLAS has none, so they are no faster than 16 bits.
 _OTHERS = {
     "tf32": (1.115, 0.0),  # and as many times longer as the last wave of tiles lacks
     "bf16": (0.585, 0.24),
@@ -285,6 +286,10 @@ _ACROSS_TF32 = 1.75
 # which took 1372 and 473 us where nt took 674 and 203; more here, as no smaller ones were measured. A fusion that
 # multiplies them as they lie takes this many times as long, or longer: there it was not chosen.
 _TURNED_SHARE, _FUSED_FLOAT8 = 0.12, 2.0
+# Float8 heats a device more than it bears for long: as our own kernels' model has it, the time grows by up to this
+# share, half of it at `_HOT_US`. In turns with others on an H200 cuBLAS took 673 to 693 us for 4096 x 7168 x 16384, 213
+# for 4096 x 24576 x 1536 and 804 to 868 for 8192 cubed (low-precision-h200.json, experiments/fp8-blocks-h200.json).
+_HOT_FLOAT8, _HOT_US = 0.45, 800.0
 
 
 def _turned_bytes(p: Problem) -> int:
@@ -305,6 +310,8 @@ def _others_us(p: Problem, device: Device) -> float | None:
         return None
     multiplied, split = _OTHERS[name]
     multiply_us = multiplied * 1e6 * p.flops / device.peak(np.dtype(np.float32), "tf32")
+    if name == "float8":
+        multiply_us *= 1 + _HOT_FLOAT8 * multiply_us / (multiply_us + _HOT_US)
     if name == "tf32":  # of fewer tiles than SMs it divides k
         multiply_us *= (_ACROSS_TF32 if p.layout == "tn" else 1.0) * (
             _waves(p, device) if _tiles(p) > device.sms else 1.0

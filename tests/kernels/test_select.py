@@ -17,7 +17,7 @@ import cutjax
 from benchmarks import fused_sweep
 from benchmarks.ops import grouped as cases
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import choose, tuned
+from cutjax.kernels import choose, tuned, xla
 from cutjax.kernels.arguments import batch_steps
 from cutjax.kernels.device import device_of_kind
 from cutjax.kernels.sm90 import cost
@@ -404,6 +404,16 @@ def test_auto_is_seldom_slower_than_xla(name, most_by_xla, mean, worst_of_20):
 def test_xla_runs_where_it_was_faster(fields):
     with tuned.use_tuning(None):
         assert choose.choose(cutjax.Problem.of(**fields)).kernel == "XLA"
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "measured_us"),  # of two days, in turns with other kernels
+    [(4096, 7168, 16384, (673, 690)), (4096, 24576, 1536, (213, 213)), (8192, 8192, 8192, (804, 868))],
+)
+def test_the_time_of_xlas_float8_products(m, n, k, measured_us):
+    us = xla.time_us(cutjax.Problem.of(m, n, k, "nt", E4, E4, BF16))
+    assert us is not None
+    assert 0.95 * min(measured_us) < us < 1.03 * max(measured_us)
 
 
 # XLA, which has only products nt, took 1372 and 473 us there on an H200, kernels 798 and 270.
