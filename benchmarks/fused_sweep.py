@@ -48,6 +48,11 @@ def _derivative_of_gelu(x: jax.Array) -> jax.Array:
     return jax.vmap(jax.vmap(jax.grad(jax.nn.gelu)))(x)
 
 
+def _derivative_of_gate(acc: jax.Array, h: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    s = jax.nn.sigmoid(h)
+    return h * s * acc, acc * u * s * (1 + h * (1 - s))
+
+
 def _adamw(acc: jax.Array, p: jax.Array, m: jax.Array, v: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
     m, v = 0.9 * m + 0.1 * acc, 0.999 * v + 0.001 * acc**2
     return p - 1e-4 * (m / c / (jnp.sqrt(v / c) + 1e-8) + 1e-4 * p), m, v
@@ -68,6 +73,12 @@ EPILOGUES: dict[str, tuple[str, str, Callable[..., Any] | None]] = {
     "dgelu": ("w", "r", lambda acc, r: acc * _derivative_of_gelu(r)),
     "two": ("w", "b", lambda acc, b: (jax.nn.gelu(acc + b), acc + b)),
 }
+# Of products that were timed while the device was hot: sweeps/hot-h200.json.
+HELD: dict[str, tuple[str, str, Callable[..., Any] | None]] = {
+    "gelu": ("w", "", jax.nn.gelu),
+    "times": ("w", "r", lambda acc, r: (acc, r * acc)),
+    "dsilu": ("w", "rs", _derivative_of_gate),
+}
 UPDATES: dict[str, tuple[str, str, Callable[..., Any] | None]] = {
     "plain": EPILOGUES["plain"],
     "adamw": ("w", "PMVC", _adamw),
@@ -75,7 +86,7 @@ UPDATES: dict[str, tuple[str, str, Callable[..., Any] | None]] = {
 JOBS = [
     (shape, name) for shapes, names in ((GRADIENTS, UPDATES), (SHAPES, EPILOGUES)) for shape in shapes for name in names
 ]
-EPILOGUES |= UPDATES
+EPILOGUES |= UPDATES | HELD
 Shape = tuple[int, int, int, str]
 
 

@@ -31,8 +31,9 @@ from cutjax.kernels.sm90.kernel import Kernel, resolve
 
 SWEEPS = report.RESULTS / "sweeps"
 FUSED = report.RESULTS / "experiments" / "fused-sweep-h200.json"
+HOT = SWEEPS / "hot-h200.json"
 HELD = SWEEPS / "products-held-h200.json"
-TRAINED_ON = (SWEEPS / "products-h200.json", SWEEPS / "attention-h200.json", FUSED)
+TRAINED_ON = (SWEEPS / "products-h200.json", SWEEPS / "attention-h200.json", FUSED, HOT)
 UNSEEN = (HELD, SWEEPS / "products-h100.json")
 WHAT = (
     "What picks by predicted times cost over the best of the configs measured, in geometric mean, by the formula alone "
@@ -86,7 +87,7 @@ def joined(parts: Sequence[Samples]) -> Samples:
 
 def read(path: pathlib.Path) -> fit.Rows:
     """Returns the rows of a recorded sweep."""
-    if path != FUSED:
+    if path not in (FUSED, HOT):
         return fit.flatten(fit.recorded(path))
     return formula_alone(lambda: fused(path))  # tracing chooses too, and there may be no network yet
 
@@ -307,7 +308,7 @@ def _about(path: pathlib.Path) -> dict[str, Any]:
 
 def formula_alone(of: Callable[[], Any]) -> Any:
     """Returns a function's result where choices are made by the formula alone."""
-    caches = families.offers, families.fastest, choose._choose
+    caches = families.offers, families._fastest, choose._choose
     with mock.patch.object(residual, "serves", return_value=False):
         for cached in caches:
             cached.cache_clear()
