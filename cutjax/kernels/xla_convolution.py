@@ -18,62 +18,63 @@ LAUNCH_US = 2.0
 LAUNCHES_US = 4.0  # of a convolution, with the transposed weights
 DEPTHWISE_FLOPS = 12e12  # a second, of the kernels for groups of one channel
 # What XLA takes over the time of its steps, as a logarithm: a sum over what is true of a convolution, by its form.
-# Fitted to where XLA is fast, of 490 convolutions on an H200 (benchmarks/fit_convolutions.py): running a kernel where
+# Fitted to where XLA is fast, of 540 convolutions on an H200 (benchmarks/fit_convolutions.py): running a kernel where
 # XLA leads costs a user speed, running XLA where a kernel is faster only does not bring any.
 WEIGHTS: dict[str, dict[str, float]] = {
     "forward": {
-        "always": -0.33,
-        "launch": 0.27,
-        "both": 0.25,
-        "multiplies": 0.41,
-        "thin": 0.15,
-        "narrow": 0.06,
-        "odd": 0.35,
-        "apart": 0.068,
-        "dilated": 0.0074,
-        "line": 0.045,
-        "volume_spread": 0.25,
-        "depthwise_line": 2.7,
-        "uneven": 0.13,
-        "colours": 0.45,
-        "far": 0.41,
-        "few": 0.045,
-        "padded": 0.9,
+        "always": -0.299,
+        "launch": 0.218,
+        "both": 0.216,
+        "multiplies": 0.394,
+        "waves": 0.379,
+        "thin": 0.146,
+        "narrow": 0.038,
+        "odd": 0.492,
+        "apart": 0.203,
+        "dilated_line": 0.0519,
+        "dilated_plane": 0.121,
+        "depthwise_line": 2.78,
+        "uneven": 0.0959,
+        "far": 0.403,
+        "few": 0.0746,
+        "padded": 0.516,
     },
     "gradient": {
-        "always": -0.34,
-        "launch": 0.31,
-        "both": 0.43,
-        "multiplies": 0.37,
-        "thin": 0.2,
-        "narrow": 0.01,
-        "odd": 0.16,
-        "dilated": 0.03,
-        "line": 0.0054,
-        "depthwise_line": 2.3,
-        "uneven": 0.28,
-        "far": 0.46,
-        "few": 0.048,
-        "padded": 0.55,
+        "always": -0.308,
+        "launch": 0.247,
+        "both": 0.397,
+        "multiplies": 0.312,
+        "waves": 0.548,
+        "thin": 0.122,
+        "narrow": 0.0338,
+        "odd": 0.226,
+        "apart": 0.0409,
+        "dilated_line": 0.0659,
+        "dilated_plane": 0.638,
+        "spread": 0.328,
+        "depthwise_line": 2.56,
+        "uneven": 0.302,
+        "far": 0.501,
+        "few": 0.079,
+        "padded": 0.761,
     },
     "weights": {
-        "always": -0.47,
-        "launch": 0.34,
-        "both": 0.34,
-        "multiplies": 0.57,
-        "thin": 0.2,
-        "narrow": 0.091,
-        "odd": 0.19,
-        "apart": 0.11,
-        "dilated": 2.3,
-        "dilated_line": 1.3,
-        "line": 0.038,
-        "groups": 0.065,
+        "always": -0.414,
+        "launch": 0.403,
+        "both": 0.328,
+        "multiplies": 0.484,
+        "waves": 0.727,
+        "thin": 0.142,
+        "narrow": 0.0758,
+        "odd": 0.163,
+        "apart": 0.0655,
+        "dilated_line": 3.71,
+        "dilated_plane": 1.81,
         "depthwise_line": 2.5,
-        "uneven": 0.076,
-        "far": 0.04,
-        "few": 0.02,
-        "padded": 0.26,
+        "uneven": 0.0512,
+        "far": 0.35,
+        "few": 0.0256,
+        "padded": 0.309,
     },
 }
 
@@ -155,6 +156,19 @@ class Geometry:
         tile = 8 if channels < 8 else 64 if self.form == "weights" else 32
         return math.ceil(self.n / 64) * 64 / self.n * math.ceil(channels / tile) * tile / channels
 
+    def _idle(self, rows: int, sms: int) -> float:
+        """Returns what SMs could multiply over what they do in whole waves of tiles, or while each sums a part of k.
+
+        That is of the better of two tiles, of 128 and of 256 rows by up to 128 columns, over tiles of 64 columns.
+        """
+        halves = math.ceil(self.n / 64)
+        columns, found = math.ceil(halves / 2) if halves > 1 else 1, math.inf
+        for size in (128, 256):
+            tiles = math.ceil(rows / size) * columns * self.view.groups
+            done = tiles * max(1, sms // tiles)
+            found = min(found, math.ceil(done / sms) * sms / done)
+        return found * columns * min(2, halves) / halves
+
     @property
     def colours(self) -> int:
         """Channels of a pixel: patches have those of a row of them, square ones of as many as there are rows."""
@@ -193,23 +207,22 @@ class Geometry:
         reaches = [step * (size - 1) for step, size in zip(view.dilation, view.window, strict=True)]
         pads = [*zip(view.low, _high(view), strict=True)]
         dilated = any(step > 1 and size > 1 for step, size in zip(view.dilation, view.window, strict=True))
+        multiplies = flop_us / (flop_us + byte_us)
         return {
             "always": 1,
             "launch": (launch := min(1.0, 4 / most)),
             "both": least / most,
-            "multiplies": flop_us / (flop_us + byte_us),
-            "thin": dense * _below(view.channels, 64),
-            "narrow": dense * _below(self.n, 64),
+            "multiplies": multiplies,
+            "waves": dense * multiplies * math.log(self._idle(rows, device.sms)),
+            "thin": dense * _below(view.channels, 128),
+            "narrow": dense * _below(self.n, 128),
             "odd": dense and (view.channels % 8 != 0 or self.n % 8 != 0),
             "apart": view.taps > 1 and all(map(_apart, view.strides, view.window, view.grid)),
-            "dilated": dilated,
             "dilated_line": dilated and axes == 1,
-            "line": axes == 1,
-            "volume_spread": axes == 3 and math.prod(view.spread) > 1,
-            "groups": dense and view.groups > 1,
+            "dilated_plane": dilated and axes > 1,
+            "spread": self.form == "gradient" and math.prod(view.spread) > 1 and not self.uneven,
             "depthwise_line": depthwise and axes == 1,
             "uneven": self.uneven,
-            "colours": self.few_colours,
             # Beyond what TMA's maps of images of three axes reach cuDNN takes kernels of sm_80.
             "far": max(reaches) > 31 or max(map(max, pads)) > 16,
             "few": max(0.0, math.log2(device.sms / tiles)),
