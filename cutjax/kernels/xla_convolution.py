@@ -25,16 +25,16 @@ WEIGHTS: dict[str, dict[str, float]] = {
         "always": -0.299,
         "launch": 0.218,
         "both": 0.216,
-        "multiplies": 0.394,
+        "multiplies": 0.393,
         "waves": 0.379,
         "thin": 0.146,
         "narrow": 0.038,
         "odd": 0.492,
         "apart": 0.203,
-        "dilated_line": 0.0519,
+        "dilated_line": 0.052,
         "dilated_plane": 0.121,
         "depthwise_line": 2.78,
-        "uneven": 0.0959,
+        "uneven": 0.096,
         "far": 0.403,
         "few": 0.0746,
         "padded": 0.516,
@@ -59,22 +59,22 @@ WEIGHTS: dict[str, dict[str, float]] = {
         "padded": 0.761,
     },
     "weights": {
-        "always": -0.414,
+        "always": -0.411,
         "launch": 0.403,
-        "both": 0.328,
-        "multiplies": 0.484,
-        "waves": 0.727,
-        "thin": 0.142,
+        "both": 0.326,
+        "multiplies": 0.481,
+        "waves": 0.726,
+        "thin": 0.141,
         "narrow": 0.0758,
-        "odd": 0.163,
-        "apart": 0.0655,
-        "dilated_line": 3.71,
-        "dilated_plane": 1.81,
+        "odd": 0.16,
+        "apart": 0.067,
+        "dilated_line": 3.72,
+        "dilated_plane": 1.83,
         "depthwise_line": 2.5,
         "uneven": 0.0512,
-        "far": 0.35,
-        "few": 0.0256,
-        "padded": 0.309,
+        "far": 0.336,
+        "few": 0.0257,
+        "padded": 0.316,
     },
 }
 
@@ -173,7 +173,7 @@ class Geometry:
     def colours(self) -> int:
         """Channels of a pixel: patches have those of a row of them, square ones of as many as there are rows."""
         view = self.view
-        rows = view.window[0] if len(view.window) == 2 and view.window[1] == 1 else 1
+        rows = view.window[-2] if len(view.window) > 1 and view.window[-1] == 1 else 1
         return view.channels // rows if view.channels % rows == 0 else view.channels
 
     @property
