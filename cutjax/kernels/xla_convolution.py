@@ -157,9 +157,9 @@ class Geometry:
         return math.ceil(self.n / 64) * 64 / self.n * math.ceil(channels / tile) * tile / channels
 
     def _idle(self, rows: int, sms: int) -> float:
-        """Returns what SMs could multiply over what they do in whole waves of tiles, or while each sums a part of k.
+        """Returns the time of whole waves of tiles over that of their number, where fewer than SMs are parts of k.
 
-        That is of the better of two tiles, of 128 and of 256 rows by up to 128 columns, over tiles of 64 columns.
+        Of the better of two tiles, of 128 and of 256 rows by up to 128 columns, and over that of tiles of 64 columns.
         """
         halves = math.ceil(self.n / 64)
         columns, found = math.ceil(halves / 2) if halves > 1 else 1, math.inf
