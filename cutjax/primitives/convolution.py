@@ -290,8 +290,8 @@ class Convolution(Product):
     def _is_short_gradient(self, a: jax.Array, result: jax.Array) -> bool:
         """True for a gradient of images of 16 bits for which cuDNN, which transposes no weights then, beats XLA's dot.
 
-        Of 5 of up to 32 MB on an H200 (benchmarks/results, conv-*) XLA took 0.79 to 0.98 times as long by cuDNN; of 3
-        of 61 MB 0.90 to 1.12, and of 18 larger ones 1.00 to 1.17.
+        Of 9 of up to 32 MB on an H200 (benchmarks/results, conv-*) XLA took 0.78 to 1.10 times as long by cuDNN, 0.90
+        in geometric mean; of 3 of 61 MB 0.90 to 1.12, and of 18 larger ones 1.00 to 1.17.
         """
         return self.form == "transposed" and is_half(a.dtype) and 2 * (a.size + result.size) <= DOTS_BYTES
 
