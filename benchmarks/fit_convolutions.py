@@ -1,7 +1,7 @@
 """Fits the model of XLA's convolutions to measured ones: ``python -m benchmarks fit_convolutions X.json ...``.
 
-X.json is what ``benchmarks convolutions`` writes. Prints the weights, how far they are off where each network was left
-out of the fit, and what "auto" would do by them.
+X.json is what ``benchmarks convolutions`` writes. Prints the weights, how far they are off where each network, and each
+file, was left out of the fit, and what "auto" would do by them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import dataclasses
 import math
 import pathlib
 import pprint
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from benchmarks import networks, report
 from benchmarks.conv_programs import chosen
+from benchmarks.record import Figures
 from cutjax.binding import lowering
 from cutjax.kernels import xla_convolution
 from cutjax.kernels.choose import LEAD
@@ -24,7 +25,7 @@ from cutjax.kernels.operand import Im2col
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.xla_convolution import Geometry
 
-QUANTILE = 0.2  # of the convolutions with the same in common, those in which XLA is that fast
+QUANTILE = 0.3  # of the convolutions with the same in common, those in which XLA is that fast
 RIDGE = 0.02
 H200 = lowering.Target("sm_90a", "NVIDIA H200", 132)
 
@@ -37,8 +38,9 @@ class Sample:
       case: the convolution.
       problem: that it is, on the device.
       xla_us: XLA's time.
-      kernel_us: the time of the kernel that the cost model takes for the fastest; NaN where there was none.
+      kernel_us: the time of the kernel that the cost model takes for the fastest; NaN where it was not timed.
       predicted_us: the cost model's of that kernel.
+      source: the file that has it.
     """
 
     case: networks.Conv
@@ -46,6 +48,12 @@ class Sample:
     xla_us: float
     kernel_us: float = math.nan
     predicted_us: float = math.nan
+    source: str = ""
+
+    @property
+    def network(self) -> str:
+        """The network that has the convolution."""
+        return self.case.network
 
     @property
     def windows(self) -> bool:
@@ -64,17 +72,20 @@ def load(paths: Sequence[pathlib.Path]) -> list[Sample]:
             case = cases[row.case]
             # lax's gradient of the weights of a transposed convolution is another program than ours by XLA.
             if not math.isnan(xla_us) and not (case.transposed and case.kind == "dw"):
-                found.append(sampled(case, xla_us, row.peers["kernel"].us))
+                found.append(sampled(case, xla_us, row.peers, path.stem))
     return [sample for sample in found if sample is not None]
 
 
-def sampled(case: networks.Conv, xla_us: float, kernel_us: float = math.nan) -> Sample | None:
+def sampled(
+    case: networks.Conv, xla_us: float, peers: Mapping[str, Figures] | None = None, source: str = ""
+) -> Sample | None:
     """Returns the sample of a case on an H200; None where it is not one product."""
     with lowering.on_target(H200):
         choice = chosen(case, "cuda")
     if choice is None:
         return None
-    return Sample(case, choice.problem, xla_us, kernel_us, choice.time_us or math.nan)
+    times = [of.us for of in (peers or {}).values() if choice.kernel in of.kernel.split(" + ")]
+    return Sample(case, choice.problem, xla_us, min(times, default=math.nan), choice.time_us or math.nan, source)
 
 
 def features(samples: Sequence[Sample]) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -126,13 +137,13 @@ def weights(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     return found
 
 
-def left_out(samples: Sequence[Sample]) -> Iterator[tuple[Sample, float]]:
-    """Yields each sample with the logarithm of XLA's time over that told by a fit without its network."""
+def left_out(samples: Sequence[Sample], by: str = "network") -> Iterator[tuple[Sample, float]]:
+    """Yields each sample with the logarithm of XLA's time over that told by a fit without its network, or source."""
     for of_form in by_form(samples).values():
         _, x, y = features(of_form)
-        of = np.array([sample.case.network for sample in of_form])
-        for network in dict.fromkeys(of):
-            rest = of != network
+        of = np.array([getattr(sample, by) for sample in of_form])
+        for left in dict.fromkeys(of):
+            rest = of != left
             w = fit(x[rest], y[rest]) if rest.any() else np.zeros(x.shape[1])
             for i in np.flatnonzero(~rest):
                 yield of_form[i], float(y[i] - x[i] @ w)
@@ -146,9 +157,9 @@ def decided(samples: Sequence[Sample], xla_us: Sequence[float], scale: float = 1
             yield sample, sample.xla_us / sample.kernel_us if leads else 1.0
 
 
-def show(samples: Sequence[Sample], label: str) -> Iterator[str]:
+def show(samples: Sequence[Sample], by: str) -> Iterator[str]:
     """Yields lines on predictions: how far off, what they decide, and the losses."""
-    pairs = list(left_out(samples))
+    pairs, label = list(left_out(samples, by)), f"left out by {by}"
     errors = np.array([error for _, error in pairs])
     if len(errors):
         slower = np.mean(errors < math.log(0.9))
@@ -174,7 +185,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("paths", type=pathlib.Path, nargs="+")
     args = parser.parse_args(argv)
     samples = load(args.paths)
-    print("\n".join(show(samples, "left out by network")))
+    for by in ("network", "source"):
+        print("\n".join(show(samples, by)))
     pprint.pprint(weights(samples), sort_dicts=False, width=60)
     by_plain = [sample for sample in samples if not sample.windows]
     if by_plain:

@@ -18,62 +18,63 @@ LAUNCH_US = 2.0
 LAUNCHES_US = 4.0  # of a convolution, with the transposed weights
 DEPTHWISE_FLOPS = 12e12  # a second, of the kernels for groups of one channel
 # What XLA takes over the time of its steps, as a logarithm: a sum over what is true of a convolution, by its form.
-# Fitted to where XLA is fast, of 490 convolutions on an H200 (benchmarks/fit_convolutions.py): running a kernel where
+# Fitted to where XLA is fast, of 560 convolutions on an H200 (benchmarks/fit_convolutions.py): running a kernel where
 # XLA leads costs a user speed, running XLA where a kernel is faster only does not bring any.
 WEIGHTS: dict[str, dict[str, float]] = {
     "forward": {
-        "always": -0.33,
-        "launch": 0.27,
-        "both": 0.25,
-        "multiplies": 0.41,
-        "thin": 0.15,
-        "narrow": 0.06,
-        "odd": 0.35,
-        "apart": 0.068,
-        "dilated": 0.0074,
-        "line": 0.045,
-        "volume_spread": 0.25,
-        "depthwise_line": 2.7,
-        "uneven": 0.13,
-        "colours": 0.45,
-        "far": 0.41,
-        "few": 0.045,
-        "padded": 0.9,
+        "always": -0.302,
+        "launch": 0.222,
+        "both": 0.228,
+        "multiplies": 0.395,
+        "waves": 0.377,
+        "thin": 0.147,
+        "narrow": 0.038,
+        "odd": 0.492,
+        "apart": 0.199,
+        "dilated_line": 0.0538,
+        "dilated_plane": 0.132,
+        "depthwise_line": 2.79,
+        "uneven": 0.093,
+        "far": 0.398,
+        "few": 0.0729,
+        "padded": 0.507,
     },
     "gradient": {
-        "always": -0.34,
-        "launch": 0.31,
-        "both": 0.43,
-        "multiplies": 0.37,
-        "thin": 0.2,
-        "narrow": 0.01,
-        "odd": 0.16,
-        "dilated": 0.03,
-        "line": 0.0054,
-        "depthwise_line": 2.3,
-        "uneven": 0.28,
-        "far": 0.46,
-        "few": 0.048,
-        "padded": 0.55,
+        "always": -0.3,
+        "launch": 0.242,
+        "both": 0.343,
+        "multiplies": 0.31,
+        "waves": 0.526,
+        "thin": 0.126,
+        "narrow": 0.0436,
+        "odd": 0.176,
+        "apart": 0.09,
+        "dilated_line": 0.075,
+        "dilated_plane": 0.144,
+        "spread": 0.37,
+        "depthwise_line": 2.53,
+        "uneven": 0.32,
+        "far": 0.501,
+        "few": 0.0863,
+        "padded": 0.792,
     },
     "weights": {
-        "always": -0.47,
-        "launch": 0.34,
-        "both": 0.34,
-        "multiplies": 0.57,
-        "thin": 0.2,
-        "narrow": 0.091,
-        "odd": 0.19,
-        "apart": 0.11,
-        "dilated": 2.3,
-        "dilated_line": 1.3,
-        "line": 0.038,
-        "groups": 0.065,
-        "depthwise_line": 2.5,
-        "uneven": 0.076,
-        "far": 0.04,
-        "few": 0.02,
-        "padded": 0.26,
+        "always": -0.394,
+        "launch": 0.401,
+        "both": 0.316,
+        "multiplies": 0.471,
+        "waves": 0.713,
+        "thin": 0.14,
+        "narrow": 0.0731,
+        "odd": 0.163,
+        "apart": 0.0643,
+        "dilated_line": 3.67,
+        "dilated_plane": 1.77,
+        "depthwise_line": 2.48,
+        "uneven": 0.0496,
+        "far": 0.393,
+        "few": 0.0245,
+        "padded": 0.325,
     },
 }
 
@@ -155,11 +156,24 @@ class Geometry:
         tile = 8 if channels < 8 else 64 if self.form == "weights" else 32
         return math.ceil(self.n / 64) * 64 / self.n * math.ceil(channels / tile) * tile / channels
 
+    def _idle(self, rows: int, sms: int) -> float:
+        """Returns the time of whole waves of tiles over that of their number, where fewer than SMs are parts of k.
+
+        Of the better of two tiles, of 128 and of 256 rows by up to 128 columns, and over that of tiles of 64 columns.
+        """
+        halves = math.ceil(self.n / 64)
+        columns, found = math.ceil(halves / 2) if halves > 1 else 1, math.inf
+        for size in (128, 256):
+            tiles = math.ceil(rows / size) * columns * self.view.groups
+            done = tiles * max(1, sms // tiles)
+            found = min(found, math.ceil(done / sms) * sms / done)
+        return found * columns * min(2, halves) / halves
+
     @property
     def colours(self) -> int:
         """Channels of a pixel: patches have those of a row of them, square ones of as many as there are rows."""
         view = self.view
-        rows = view.window[0] if len(view.window) == 2 and view.window[1] == 1 else 1
+        rows = view.window[-2] if len(view.window) > 1 and view.window[-1] == 1 else 1
         return view.channels // rows if view.channels % rows == 0 else view.channels
 
     @property
@@ -193,23 +207,22 @@ class Geometry:
         reaches = [step * (size - 1) for step, size in zip(view.dilation, view.window, strict=True)]
         pads = [*zip(view.low, _high(view), strict=True)]
         dilated = any(step > 1 and size > 1 for step, size in zip(view.dilation, view.window, strict=True))
+        multiplies = flop_us / (flop_us + byte_us)
         return {
             "always": 1,
             "launch": (launch := min(1.0, 4 / most)),
             "both": least / most,
-            "multiplies": flop_us / (flop_us + byte_us),
-            "thin": dense * _below(view.channels, 64),
-            "narrow": dense * _below(self.n, 64),
+            "multiplies": multiplies,
+            "waves": dense * multiplies * math.log(self._idle(rows, device.sms)),
+            "thin": dense * _below(view.channels, 128),
+            "narrow": dense * _below(self.n, 128),
             "odd": dense and (view.channels % 8 != 0 or self.n % 8 != 0),
             "apart": view.taps > 1 and all(map(_apart, view.strides, view.window, view.grid)),
-            "dilated": dilated,
             "dilated_line": dilated and axes == 1,
-            "line": axes == 1,
-            "volume_spread": axes == 3 and math.prod(view.spread) > 1,
-            "groups": dense and view.groups > 1,
+            "dilated_plane": dilated and axes > 1,
+            "spread": self.form == "gradient" and math.prod(view.spread) > 1 and not self.uneven,
             "depthwise_line": depthwise and axes == 1,
             "uneven": self.uneven,
-            "colours": self.few_colours,
             # Beyond what TMA's maps of images of three axes reach cuDNN takes kernels of sm_80.
             "far": max(reaches) > 31 or max(map(max, pads)) > 16,
             "few": max(0.0, math.log2(device.sms / tiles)),

@@ -29,6 +29,7 @@ from cutjax.primitives.product import Folded, Product
 from cutjax.primitives.product_rules import define_product
 
 Sizes = tuple[int, ...]  # along each axis of an image
+DOTS_BYTES = 50e6  # of images and their gradient: from here on XLA's product of matrices is as fast as cuDNN's
 
 
 @define_product("cutjax_conv")
@@ -246,7 +247,7 @@ class Convolution(Product):
             preferred = out_dtype  # as lax's own
         elif not on_cuda or preferred != accumulator(a.dtype):
             a, b = a.astype(preferred), b.astype(preferred)
-        if on_cuda and self._is_of_pixels:
+        if on_cuda and self._is_of_pixels and not self._is_short_gradient(a, full):
             return self._by_dot(a, b, precision or dot_precision.DEFAULT, preferred).astype(out_dtype)
         if on_cuda and {a.dtype.name, b.dtype.name} <= {"int8", "uint8"} and (parts := self._parts(a, b)):
             wide = accumulator(a.dtype)
@@ -285,6 +286,14 @@ class Convolution(Product):
         """True if each window is a pixel of its own, in order: a product of matrices."""
         ones = {*self.window, *self.strides, *self.spread, self.feature_groups} == {1}
         return ones and not any(map(any, self.padding))
+
+    def _is_short_gradient(self, a: jax.Array, result: jax.Array) -> bool:
+        """True for a gradient of images of 16 bits for which cuDNN, which transposes no weights then, beats XLA's dot.
+
+        Of 9 of up to 32 MB on an H200 (benchmarks/results, conv-*) XLA took 0.78 to 1.10 times as long by cuDNN, 0.90
+        in geometric mean; of 3 of 61 MB 0.90 to 1.12, and of 18 larger ones 1.00 to 1.17.
+        """
+        return self.form == "transposed" and is_half(a.dtype) and 2 * (a.size + result.size) <= DOTS_BYTES
 
     def _by_dot(self, a: jax.Array, b: jax.Array, precision: Any, preferred: Any) -> jax.Array:
         """Computes the product of pixels as one of matrices, as XLA does too, but it transposes weights for that."""

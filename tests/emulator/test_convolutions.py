@@ -17,12 +17,14 @@ from emulator import device
 
 H, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 PLAIN = view(2, (7, 9), (3, 2), 32, strides=(1, 2), low=(1, 1), high=(1, 0))
+LINES = view(2, (9,), (8,), 64, low=(5,), high=(5,), spread=(4,))  # of 32 columns in float32: four lines of memory
 SPREAD = view(2, (5, 4), (3, 3), 16, low=(2, 2), high=(1, 1), spread=(2, 2))
 EACH = view(2, (9, 8), (3, 3), 1, low=(1, 1), high=(1, 1), groups=32)
 CASES = {
     "sm90": (PLAIN, 72, "in order", Config(64, 64, 64, 3)),
     "sm90, weights": (PLAIN, 72, "weights", Config(64, 64, 64, 3, schedule="pingpong")),
     "sm90, phases": (SPREAD, 64, "flipped", Config(64, 64, 64, 3, cluster_n=2)),
+    "sm90, phases beside each other": (LINES, 32, "flipped", Config(64, 128, 64, 3)),
     "halo": (view(1, (8, 8), (3, 3), 16, low=(1, 1), high=(1, 1)), 16, "in order", HaloConfig(16, 2, 3)),
     "halo, more columns than SMs": (
         view(1, (3, 3), (3, 3), 16, low=(1, 1), high=(1, 1)),

@@ -1,4 +1,4 @@
-"""The predicted time of XLA's convolutions: of what it is told, and where it counts."""
+"""The predicted time of convolutions, by XLA and where L2 is too small: of what it is told, and where it counts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import cutjax
-from cutjax.kernels import convolution, xla, xla_convolution
+from cutjax.kernels import convolution, families, xla, xla_convolution
 from cutjax.kernels.device import reference
 from cutjax.kernels.operand import Im2col, Taps
+from cutjax.kernels.sm90 import windows_cost
 from cutjax.kernels.xla_convolution import Geometry
 
 VIEW = Im2col(8, (28, 28), (28, 28), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 128)
@@ -134,3 +135,33 @@ def test_the_choice_of_a_convolution_asks_for_it(monkeypatch):
     assert xla.time_us(problem) == xla_convolution.time_us(problem)
     monkeypatch.setattr(xla, "fastest", lambda problem: None)
     assert xla.time_us(problem) is None
+
+
+def test_the_last_wave_of_tiles_counts():
+    """Weight gradients of 144 tiles take two waves of 132 SMs; those of 36 are summed in three parts, in one."""
+
+    def waits(channels, n):
+        problem = convolution.weight_gradient(dataclasses.replace(VIEW, channels=channels), n)
+        return geometry(problem).true(problem)["waves"]
+
+    assert waits(512, 512) > 2 * waits(256, 256) > 0
+    assert waits(64, 64) < waits(256, 256)
+
+
+def test_patches_of_several_axes_are_of_their_pixels_channels():
+    """Two frames of 14 x 14 pixels of 3 channels: a row of each is read as channels."""
+    view = Im2col(4, (8, 14, 16), (4, 1, 16), (2, 14, 1), (2, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 42)
+    of = geometry(convolution.forward(view, 128))
+    assert (of.few_colours, of.colours) == (True, 3)
+
+
+def test_taps_far_apart_are_read_from_memory():
+    """Windows of 3 pixels of 768 channels: tiles of 256 rows push them out of L2 between two taps, of 64 do not."""
+
+    def us(channels, bm):
+        view = Im2col(64, (3000,), (3000,), (3,), (1,), (1,), (1,), (1,), channels)
+        kernel = families.resolve(convolution.forward(view, 80), cutjax.Config(bm, 96, 64, 4))
+        return windows_cost.reread_us(kernel, kernel.asked.device)
+
+    assert us(768, 256) == pytest.approx(1e6 * 2 * 192000 * 2304 / convolution.forward(VIEW, 8).device.bytes_per_second)
+    assert us(768, 64) == us(128, 256) == 0

@@ -31,3 +31,17 @@ def test_pixels_by_xla_are_a_product_of_matrices(spatial):
         of_form = dataclasses.replace(product, form=form)
         by = [of_form.reference(*arrays, out_dtype=x.dtype, precision=None, on_cuda=on) for on in (False, True)]
         same(*by)
+
+
+@pytest.mark.parametrize(("images", "dtype", "dots"), [(2, "bfloat16", 0), (2, "float32", 1), (4096, "bfloat16", 1)])
+def test_short_gradients_of_images_in_16_bits_stay_convolutions(images, dtype, dots):
+    """Measured: there cuDNN is faster than the kernels that XLA chooses for the product of matrices."""
+    g = jax.ShapeDtypeStruct((images, 16, 16, 64), dtype)
+    w = jax.ShapeDtypeStruct((1, 1, 64, 64), dtype)
+
+    def program(g, w):
+        with cutjax.use_backend("xla"):
+            return jax.linear_transpose(lambda x: cutjax.conv(x, w), g)(g)
+
+    text = jax.jit(program).trace(g, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert (text.count("stablehlo.dot_general"), text.count("stablehlo.convolution")) == (dots, 1 - dots)

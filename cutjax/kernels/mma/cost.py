@@ -7,6 +7,7 @@ import math
 
 from cutjax.kernels.device import Device
 from cutjax.kernels.mma.resolved import Resolved
+from cutjax.kernels.operand import Im2col
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
 
@@ -62,6 +63,7 @@ FITS = {
 # on an H200 (benchmarks/results/mma-parts-h200.json).
 TMA_GAIN, TMA_OTHERWISE = 1.04, 0.85
 SM90_SHARE = 0.67  # of the tensor cores' rate, which is wgmma's, that mma.sync reaches from sm_90 to sm_103
+WINDOWS = 1.28  # how much longer convolutions take: 8 kernels of video patches, 84 bytes a row, on an H200 1.18 to 1.4
 COPY_US = 2.0  # of a copy that XLA makes before the launch, beside moving its bytes
 
 
@@ -89,6 +91,8 @@ def predict(kernel: Resolved, device: Device, fit: Fit | None = None) -> float:
     memory = p.bytes / device.bytes_per_second * 1e6
     gains = kernel.way.fragments == "tensor" and p.a.bytes(c.bk) == 128
     gain = 1.0 if not c.tma else TMA_GAIN if gains else TMA_OTHERWISE
+    if isinstance(p.a.view, Im2col):
+        time *= WINDOWS
     time = fit.launch + (max(time, memory) + 0.1 * min(time, memory)) / gain
     copied = sum(operand.moved for operand in kernel.prepared)  # in launches of their own
     time += copied / device.bytes_per_second * 1e6 + COPY_US * len(kernel.prepared)

@@ -89,7 +89,9 @@ def predict(kernel: Resolved, device: Device) -> Any:
         if windows.view_of(kernel.asked) is None:
             return us
         us *= windows_cost.over(kernel)
-        return us if kernel.phases is None else windows_cost.of_phases(kernel, us, device)
+        if kernel.phases is not None:
+            return windows_cost.of_phases(kernel, us, device)
+        return maximum(us, windows_cost.reread_us(kernel, device))
     fit, sms = _FITS["symmetric" if p.symmetric else p.divided], device.sms
     resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
     items, k, filled = 1.0 * (kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0
