@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import fit, fused_sweep, report
 from benchmarks.cases import Dense
-from cutjax.kernels import choose, families, tuned
+from cutjax.kernels import choose, families, remembered, tuned
 from cutjax.kernels.device import device_of_kind
 from cutjax.kernels.sm90 import dense_cost, residual
 from cutjax.kernels.sm90.config import Config
@@ -309,7 +309,7 @@ def _about(path: pathlib.Path) -> dict[str, Any]:
 def formula_alone(of: Callable[[], Any]) -> Any:
     """Returns a function's result where choices are made by the formula alone."""
     caches = families.offers, families._fastest, choose._choose
-    with mock.patch.object(residual, "serves", return_value=False):
+    with mock.patch.object(residual, "serves", return_value=False), mock.patch.object(remembered, "ON", False):
         for cached in caches:
             cached.cache_clear()
         found = of()
