@@ -356,6 +356,18 @@ class Configs(Sizes):
         return {name: x if name == "swap" else x[row].item() for name, x in columns.items()}
 
 
+class Some(Sizes):
+    """Some rows of configs, whose columns are taken as they are asked for."""
+
+    def __init__(self, configs: Configs, rows: np.ndarray):
+        self._configs, self._rows = configs, rows
+
+    def __getattr__(self, name: str) -> Any:
+        x = getattr(self._configs, name)
+        self.__dict__[name] = x = x[self._rows] if isinstance(x, np.ndarray) else x
+        return x
+
+
 @functools.lru_cache(maxsize=1024)
 def _digest(epilogue: Epilogue) -> str:
     return hashlib.sha256(repr(epilogue).encode()).hexdigest()[:8]

@@ -6,7 +6,9 @@ Both take one kernel's numbers or columns of those of many, so that a choice is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,48 +121,105 @@ PAIRLESS = 1.6
 
 def features(kernel: Resolved, device: Device) -> Features:
     """Returns the features of a kernel, or columns of those of many: the inputs of the model."""
+    return Features(**_of_kernel(kernel, device), **_of_both(kernel), **_of_config(kernel, device))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fixed:
+    """The features of many kernels that do not depend on the sizes of their problem.
+
+    Attributes:
+      same: those that all have in common.
+      columns: of all, [features, kernels], in the order of ``names``.
+    """
+
+    names: tuple[str, ...]
+    same: dict[str, float]
+    columns: np.ndarray
+
+    @classmethod
+    def of(cls, kernels: Resolved, device: Device) -> Fixed:
+        """Reads them of a record of many."""
+        found = _of_config(kernels, device)
+        same = {name: float(x) for name, x in found.items() if not isinstance(x, np.ndarray)}
+        return cls(
+            tuple(found), same, np.array([np.broadcast_to(x, len(kernels.config.bm)) for x in found.values()], float)
+        )
+
+    def take(self, rows: np.ndarray) -> Fixed:
+        """Returns those of some of them."""
+        return dataclasses.replace(self, columns=self.columns[:, rows])
+
+
+def joined(kernels: Sequence[Resolved], fixed: Sequence[Fixed], device: Device) -> Features:
+    """Returns the features of the kernels of several records, one after the other, as columns of float64."""
+    counts, problems = [x.columns.shape[1] for x in fixed], [_of_kernel(kernel, device) for kernel in kernels]
+    found: dict[str, Any] = dict(zip(fixed[0].names, np.hstack([x.columns for x in fixed]), strict=True))
+    found |= {name: x for name, x in fixed[0].same.items() if all(other.same.get(name) == x for other in fixed)}
+    both = [_of_both(kernel) for kernel in kernels]
+    found |= {name: np.concatenate([x[name] for x in both], dtype=float) for name in both[0]}
+    return Features(**found, **{name: spread([x[name] for x in problems], counts) for name in problems[0]})
+
+
+def spread(numbers: Sequence[float], counts: Sequence[int]) -> Any:
+    """Returns a column with so many of each number; the number itself where all are equal."""
+    return float(numbers[0]) if len(set(numbers)) == 1 else np.repeat(np.array(numbers, float), counts)
+
+
+def _of_both(kernel: Resolved) -> dict[str, Any]:
+    """Returns those features that depend on a config and on sizes."""
+    items = kernel.rows * _columns(kernel) * kernel.multiplied.batch_size * kernel.config.splits * kernel.matrices
+    return {"items": items, "k_blocks": ceil(kernel.k_blocks / kernel.config.parts)}
+
+
+def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
+    """Returns those that do not depend on sizes."""
     p, c = kernel.multiplied, kernel.config
-    (of_a, of_b), b, staged = p.beside, p.bs[0], kernel.staging
-    common = _of_problem(kernel.asked, kernel.problem, p, kernel.stored, kernel.way, staged, kernel.prepared, device)
-    return Features(
-        **common,
-        items=kernel.rows * _columns(kernel) * p.batch_size * c.splits * kernel.matrices,
-        in_flight=maximum(1, each(device.clusters_at_once, c.cluster) * kernel.blocks_per_sm),
-        resident=kernel.blocks_per_sm,
-        multicasts=c.cluster > c.cluster_k,
-        cluster=c.cluster,
-        cluster_m=c.cluster_m,
-        cluster_n=c.cluster_n,
-        cluster_k=c.cluster_k,
-        splits=c.splits,
-        stream=c.stream_k,
-        bm=c.bm * of_a,
-        bn=c.bn * of_b,
-        bk=c.bk,
-        stages=c.stages,
-        steps=c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
-        sliced=c.sliced,
-        promoted=kernel.way.each,
-        scaled=kernel.way.each and scales.scaled(p),
-        a_reads=kernel.sums.columns,
-        sum_parts=kernel.sums.columns * c.m_blocks,
-        change=prologue.change_us(c, p),
-        pingpong=1 - c.coop,
-        halves=c.coop & (c.consumers > 1),
-        k_blocks=ceil(kernel.k_blocks / c.parts),
-        stage_bytes=kernel.stage_bytes,
-        own=c.epilogue_columns / c.bn,
-        b_columns=c.loaded(b, of_b) * of_b,
-        b_short=128 // b.bytes(c.chunk(b, of_b)) - 1,
-        ragged=(c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 != 0,
-        swap=c.swap,
-    )
+    (of_a, of_b), b = p.beside, p.bs[0]
+    return {
+        "in_flight": maximum(1, each(device.clusters_at_once, c.cluster) * kernel.blocks_per_sm),
+        "resident": kernel.blocks_per_sm,
+        "multicasts": c.cluster > c.cluster_k,
+        "cluster": c.cluster,
+        "cluster_m": c.cluster_m,
+        "cluster_n": c.cluster_n,
+        "cluster_k": c.cluster_k,
+        "splits": c.splits,
+        "stream": c.stream_k,
+        "bm": c.bm * of_a,
+        "bn": c.bn * of_b,
+        "bk": c.bk,
+        "stages": c.stages,
+        "steps": c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
+        "sliced": c.sliced,
+        "promoted": kernel.way.each,
+        "scaled": kernel.way.each and scales.scaled(p),
+        "a_reads": kernel.sums.columns,
+        "sum_parts": kernel.sums.columns * c.m_blocks,
+        "change": prologue.change_us(c, p),
+        "pingpong": 1 - c.coop,
+        "halves": c.coop & (c.consumers > 1),
+        "stage_bytes": kernel.stage_bytes,
+        "own": c.epilogue_columns / c.bn,
+        "b_columns": c.loaded(b, of_b) * of_b,
+        "b_short": 128 // b.bytes(c.chunk(b, of_b)) - 1,
+        "ragged": (c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 != 0,
+        "swap": c.swap,
+    }
 
 
 def _columns(kernel: Resolved) -> Any:
     """Returns the tiles along n; of groups those of all, the last of each being half full."""
     groups, width = kernel.multiplied.groups_along("n"), kernel.config.bn * kernel.config.cluster_n
     return groups * maximum(1.0, kernel.multiplied.n / groups / width + 0.5) if groups > 1 else kernel.columns
+
+
+def _of_kernel(kernel: Resolved, device: Device) -> dict[str, Any]:
+    """Returns those that all kernels of a problem have in common."""
+    p = kernel.multiplied
+    return _of_problem(
+        kernel.asked, kernel.problem, p, kernel.stored, kernel.way, kernel.staging, kernel.prepared, device
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -174,7 +233,7 @@ def _of_problem(
     prepared: tuple[Prepared, ...],
     device: Device,
 ) -> dict[str, Any]:
-    """Returns those features that all kernels of a problem have in common; some hundred are predicted in a row."""
+    """Returns them, told what of a kernel they depend on: some are predicted one by one."""
 
     def off(i: int, rows: int) -> bool:
         operands = ((of, (of.a, *of.bs)[i]) for of in summands(multiplied))

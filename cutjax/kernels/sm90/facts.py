@@ -174,6 +174,30 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
     return Facts(multiplied, way, prepared, staging, heavy, (*why, *_problem_reasons(problem, staging), *unswappable))
 
 
+def kind_of(problem: Problem) -> Problem:
+    """Returns the problem that stands for all whose kernels have the same limits, of small sizes: always the same one.
+
+    Tiles have room and registers whatever the sizes are, but for how even rows in memory are. Views have sizes of their
+    own, and so are kinds of their own.
+    """
+    if any(x.view is not None for x in (problem.a, *problem.bs)):
+        return _same(problem)
+
+    def few(batch: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(min(size, 2) for size in batch)
+
+    a, *bs = (dataclasses.replace(x, batch=few(x.batch)) if x.batch else x for x in (problem.a, *problem.bs))
+    groups = problem.groups and dataclasses.replace(problem.groups, count=1, batch=few(problem.groups.batch))
+    n = math.gcd(problem.n, 16)
+    sizes = {"m": n if problem.symmetric else 2 - problem.m % 2, "n": n, "k": 64, "batch": few(problem.batch)}
+    return _same(dataclasses.replace(problem, **sizes, a=a, bs=tuple(bs), groups=groups))
+
+
+@functools.lru_cache(maxsize=256)
+def _same(kind: Problem) -> Problem:
+    return kind
+
+
 def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     reasons = [] if problem.plain else list(staging.reasons)
     reasons += shared.of_groups(problem, staging)

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from cutjax.kernels.columns import ceil, maximum, minimum, where
+from cutjax.kernels.device import Device
 from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
 from cutjax.kernels.sm90 import kernel, operands, windows
 from cutjax.kernels.sm90.config import Config, Configs
-from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
+from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.kernel import resolve
 from cutjax.kernels.sm90.phases import parts
 from cutjax.kernels.sm90.resolved import cluster_tile
@@ -70,6 +71,8 @@ LONG_US, NEAR = 100.0, 0.01
 # Of "bd": b, which each band of tiles reads once, and results leave L2 first where they pass it. Not measured yet.
 STREAMED = ""
 
+_DEPTHS = 1, 2, 4, 32, 64  # a pipeline depends on whether k is at most so many of the shallower stages
+
 _config = functools.lru_cache(maxsize=None)(Config)
 
 
@@ -104,8 +107,8 @@ def stores_in_order(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
-    for facts, table in _tables(problem):
-        for row in range(len(table)):
+    for facts, table, rows in _tables(problem):
+        for row in rows.tolist():
             yield _made(facts, table, row)
 
 
@@ -115,23 +118,19 @@ def prices(problem: Problem) -> Prices:
         return one_by_one(problem, configs(problem), resolve)
     tables = _tables(problem)
     given = parts(problem) if _parts(problem) else (problem, None, ())
-    priced = [kernel.prices(*given, table, problem) for _, table in tables]
-    found = [np.flatnonzero(us < np.inf) for us, *_ in priced]
-    us, ranked_us, l2_us = (
-        np.concatenate([times[side][rows] for times, rows in zip(priced, found, strict=True)]) for side in range(3)
-    )
+    found, (us, ranked_us, l2_us) = kernel.prices(*given, [table for _, *table in tables], problem)
 
     def config(i: int) -> Config:
-        for side, served in zip(tables, found, strict=True):
+        for (facts, table, _), served in zip(tables, found, strict=True):
             if i < len(served):
-                return _made(*side, int(served[i]))
+                return _made(facts, table, int(served[i]))
             i -= len(served)
         raise IndexError(i)
 
     def rows() -> list[Hashable]:
-        return [row for (_, table), served in zip(tables, found, strict=True) for row in table.rows(served)]
+        return [row for (_, table, _), served in zip(tables, found, strict=True) for row in table.rows(served)]
 
-    new = [bool(kernel.unmeasured(facts.problem)) for facts, _ in tables]
+    new = [bool(kernel.unmeasured(facts.problem)) for facts, *_ in tables]
     return Prices(us, _least_l2(ranked_us, l2_us), config, rows, np.repeat(new, [len(served) for served in found]))
 
 
@@ -144,25 +143,29 @@ def _least_l2(us: np.ndarray, l2_us: np.ndarray) -> np.ndarray:
 
 
 def _made(facts: Facts, table: Configs, row: int) -> Config:
-    config, p = _config(**table.fields(row)), facts.problem
-    return _config(**table.fields(row), raster=_raster(p, config), evict_first=_streamed(p))
+    fields, p = table.fields(row), facts.problem
+    return _config(**fields, raster=_raster(p, _config(**fields)), evict_first=_streamed(p))
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(problem: Problem) -> list[tuple[Facts, Configs]]:
-    """Returns the shipped configs, as operands are and swapped, with what the kernels of each have in common."""
+def _tables(problem: Problem) -> list[tuple[Facts, Configs, np.ndarray]]:
+    """Returns the shipped configs, as operands are and swapped, with what the kernels of each have in common.
+
+    They are some rows of tables, which many problems share.
+    """
     if part := _parts(problem):
-        table = _configs(part, swap=False)
-        return [(part, table.take((table.splits == 1) & ~table.stream_k))]
+        table, rows = _configs(part, part)
+        return [(part, table, rows[(table.splits[rows] == 1) & ~table.stream_k[rows]])]
     # Nobody has timed groups with operands swapped, but of weights that are decoded. A prologue is computed so alone.
     alone = problem.a.prologue is not None or operands.decoded(problem.bs[0], problem.a)
     swaps = (False, True) if not problem.groups or alone else (False,)
-    sides = [(facts_of(problem, swap), swap) for swap in swaps]
-    return [(facts, _configs(facts, swap)) for facts, swap in sides if not facts.reasons]
+    sides = [(facts_of(problem, swap), facts_of(kind_of(problem), swap)) for swap in swaps]
+    return [(facts, *_configs(facts, kind)) for facts, kind in sides if not facts.reasons]
 
 
-def _configs(facts: Facts, swap: bool) -> Configs:
-    problem = facts.problem
+def _configs(facts: Facts, kind: Facts) -> tuple[Configs, np.ndarray]:
+    """Returns the table of configs of a kind of problems, and the rows of it that are shipped for one of them."""
+    problem, swap = facts.problem, facts.staging.swap
     any_width, decoded = problem.bs[0].contiguous == "k", operands.decoded(problem.a, problem.bs[0])
     name = "promoted" if facts.way.each else "plain"
     name = "symmetric" if problem.symmetric and problem.layout == "nt" else "swapped" if swap else name
@@ -170,9 +173,20 @@ def _configs(facts: Facts, swap: bool) -> Configs:
     columns = 2 * -(-problem.n // groups) if (groups := problem.groups_along("n")) > 1 else problem.n
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
     whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
-    stages = _stages(facts, footprint(facts, whole), whole.depth(problem))
+    depth, k = whole.depth(problem).min().item(), problem.k * len(facts.way.pairs)
+    tiles = _staged(whole, kind, next((x for x in _DEPTHS if k <= x * depth), 2 * _DEPTHS[-1]) * depth)
+    k_blocks = -(-problem.k // tiles.depth(problem))
+    if problem.divided in ("m", "n") or problem.symmetric or k_blocks.max() < 2 * LEAST_K_BLOCKS:
+        return tiles, np.arange(len(tiles))
+    return _divided(problem, tiles, k_blocks)
+
+
+@functools.lru_cache(maxsize=256)
+def _staged(whole: Configs, kind: Facts, k: int) -> Configs:
+    """Returns configs as deep as suits a kind of problems, of which k says how many stages are the contraction."""
+    stages = _stages(kind, footprint(kind, whole), whole.depth(kind.problem), k)
     whole_groups = maximum(stages - stages % whole.slice_groups, 2 * whole.slice_groups)
-    return _divided(problem, dataclasses.replace(whole, stages=whole_groups))
+    return dataclasses.replace(whole, stages=whole_groups)
 
 
 @functools.lru_cache(maxsize=256)
@@ -203,11 +217,54 @@ def _even_widths(columns: int) -> tuple[int, ...]:
     return tuple(sorted({bn + 8 if bn // 8 in (17, 19, 23, 29, 31) else bn for bn in even if 8 <= bn <= 256}))
 
 
-def _divided(problem: Problem, whole: Configs) -> Configs:
-    """Returns configs, each followed by the ways to divide its tiles' contraction among as many CTAs as SMs, about."""
-    k_blocks = -(-problem.k // whole.depth(problem))
-    if problem.divided in ("m", "n") or problem.symmetric or k_blocks.max() < 2 * LEAST_K_BLOCKS:
-        return whole
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Ways:
+    """Tiles, each followed by all ways to divide its contraction, a column for each field.
+
+    Attributes:
+      configs: of all ways.
+      tile: which of the tiles it is of.
+      place: of its bounds in a table [kinds of ways, tiles]: undivided, streams, clusters, splits, splits of clusters.
+      number: what is bounded: CTAs of a cluster, or splits; else 1.
+      clusters: how many of its clusters, where CTAs share a tile, run at once.
+    """
+
+    configs: Configs
+    tile: np.ndarray
+    place: np.ndarray
+    number: np.ndarray
+    clusters: np.ndarray
+
+
+def _ways(tiles: Configs, splits: np.ndarray, device: Device) -> _Ways:
+    """Returns all ways of tiles, told how many splits each may have: a row for each, in order."""
+    count, twice = len(tiles), np.repeat(splits, 2, axis=1)
+    sizes = np.array(CLUSTERS_K)
+    first = np.concatenate([(1, 1), sizes])
+    kinds = np.concatenate([(0, 1), np.full_like(sizes, 2), np.tile((3, 4), splits.shape[1])])
+    number = np.hstack([np.broadcast_to(first, (count, len(first))), twice])
+    new = np.ones(number.shape, bool)
+    new[:, len(first) + 2 :] = twice[:, 2:] > twice[:, :-2]
+    alone, shared = (tiles.cluster == 1)[:, None], tiles.coop[:, None]
+    tile, way = np.nonzero(new & ((kinds < 2) | alone & ((kinds == 3) | shared)))
+    number, kind = number[tile, way], kinds[way]
+    cluster_k = np.where(kind == 2, number, np.where(kind == 4, 8, 1))
+    at_once = np.array([device.clusters_at_once(size) for size in range(1, 9)])
+    configs = tiles.take(tile, stream_k=kind == 1, cluster_k=cluster_k, splits=np.where(kind > 2, number, 1))
+    clusters = np.where(kind == 2, at_once[cluster_k - 1], np.iinfo(int).max)
+    return _Ways(configs, tile, kind * count + tile, number, clusters)
+
+
+@functools.lru_cache(maxsize=128)
+def _usual_ways(tiles: Configs, device: Device) -> _Ways:
+    return _ways(tiles, np.broadcast_to(SPLITS, (len(tiles), len(SPLITS))), device)
+
+
+def _divided(problem: Problem, whole: Configs, k_blocks: np.ndarray) -> tuple[Configs, np.ndarray]:
+    """Returns configs, each followed by the ways to divide its tiles' contraction among as many CTAs as SMs, about.
+
+    They are some rows of a table.
+    """
     rows, columns = problem.tiles(*cluster_tile(whole))
     device, deep = problem.device, k_blocks >= 2 * LEAST_K_BLOCKS
     tiles, sms = rows * columns * problem.results, device.sms // whole.cluster
@@ -217,34 +274,27 @@ def _divided(problem: Problem, whole: Configs) -> Configs:
     streams = deep & (idle > LEAST_IDLE) & (waves > 0.3) & (k_blocks >= 16)
     # Of decoded weights parts through memory took 1.1 to 1.3 times as long as whole tiles, or clusters that share k.
     streams &= not (problem.groups or device.shared or operands.decoded(problem.a, problem.bs[0]))
-    # From here on a column of configs beside a row of ways.
-    deep, alone, shared, tiles = (x[:, None] for x in (deep, whole.cluster == 1, whole.coop, tiles))
-    most, fewest = k_blocks[:, None] // LEAST_K_BLOCKS, tiles.min()
-    clusters = np.array([size for size in CLUSTERS_K if fewest <= device.clusters_at_once(size)], int)
-    at_once = np.array([device.clusters_at_once(size) for size in clusters.tolist()], int)
-    clustered = deep & alone & shared & (clusters <= most) & (tiles <= at_once)
-    parts, few = most, sms[:, None] // tiles
-    most = np.minimum(most, sms[:, None] * 17 // 16 // tiles)
-    least, splits, offered = 8, np.array([x for x in SPLITS if x <= most.max()], int), True
+    parts = deep * (k_blocks // LEAST_K_BLOCKS)
+    most, least = np.minimum(parts, sms * 17 // 16 // tiles), 8
     if windows.view_of(problem):
         # Windows of weight gradients are many more than they have elements: every SM wants a part, and parts are small.
-        fill = np.minimum(np.minimum(np.hstack([most, few]), parts), 128)
-        least, splits = 2, np.array(sorted({*SPLITS, *fill.ravel().tolist()}))
-        offered = np.isin(splits, SPLITS) | (splits == fill[:, :, None]).any(1)
-    split = deep & alone & offered & (most >= least) & (most // 2 < splits) & (splits <= most)
-    both = deep & alone & shared & offered & (most // 16 < splits) & (splits <= most // 8)
-    by_splits = np.stack([split, both], -1).reshape(len(whole), 2 * len(splits))
-    ways = np.hstack([np.ones_like(deep), streams[:, None], clustered, by_splits])
-    stream = np.arange(ways.shape[1]) == 1
-    cluster_k = np.concatenate([(1, 1), clusters, np.tile((1, 8), len(splits))])
-    split_by = np.concatenate([np.ones(2 + len(clusters), int), np.repeat(splits, 2)])
-    row, way = np.nonzero(ways)
-    return whole.take(row, stream_k=stream[way], cluster_k=cluster_k[way], splits=split_by[way])
+        fill = [np.minimum(np.minimum(x, parts), 128) for x in (most, sms // tiles)]
+        splits = [np.full_like(tiles, x) for x in SPLITS]
+        least, ways = 2, _ways(whole, np.sort([*splits, *fill], axis=0).T, device)
+    else:
+        ways = _usual_ways(whole, device)
+    none = np.zeros_like(tiles)
+    above = np.concatenate([none, none, none, most // 2, most // 16])
+    up_to = np.concatenate([none + 1, streams, parts, most * (most >= least), most // 8])
+    above, up_to = above[ways.place], up_to[ways.place]
+    return ways.configs, np.flatnonzero(
+        (above < ways.number) & (ways.number <= up_to) & (tiles[ways.tile] <= ways.clusters)
+    )
 
 
-def _stages(facts: Facts, tile: Footprint, bk: Any) -> Any:
+def _stages(facts: Facts, tile: Footprint, bk: Any, k: int) -> Any:
     """As deep a pipeline as fits; shallower where k is so short that the result wants the memory more."""
-    k, whole = facts.problem.k * len(facts.way.pairs), maximum(2, tile.whole_result)
+    whole = maximum(2, tile.whole_result)
     most = 8 if facts.problem.groups or facts.problem.symmetric else 16  # those were measured with 8
     deepest = maximum(2, minimum(tile.deepest(), most))  # where 2 do not fit, resolve says so
     stages = deepest

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +18,10 @@ from cutjax.kernels.columns import maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import cost, decode, operands, prologue, text, windows
+from cutjax.kernels.sm90 import cost, decode, dense_cost, operands, prologue, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
-from cutjax.kernels.sm90.config import Config, Configs, Sizes
-from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
+from cutjax.kernels.sm90.config import Config, Configs, Sizes, Some
+from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.phases import Phases, parts
 from cutjax.kernels.sm90.resolved import Resolved, cluster_tile
 
@@ -136,27 +137,75 @@ def _resolve(
 
 
 def prices(
-    problem: Problem, of: Phases | None, weights: tuple[Prepared, ...], configs: Configs, asked: Problem
-) -> np.ndarray:
-    """Returns the predicted microseconds of many configs, told as `_resolve` is, as `cost.times` has them.
+    problem: Problem,
+    of: Phases | None,
+    weights: tuple[Prepared, ...],
+    tables: Sequence[tuple[Configs, np.ndarray]],
+    asked: Problem,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns which of some rows of each table of configs can serve, told as `_resolve` is, and their times.
 
-    They are [3, configs], and infinite where one cannot serve.
+    They are predicted microseconds, as `cost.times` has them: [3, rows of all].
     """
-    us = np.full((3, len(configs)), np.inf)
-    for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
-        rows = np.flatnonzero((configs.splits > 1) == divided)
+    found, kernels, fixed = [], [], []
+    for configs, rows in tables:
         if problem.a.dtype == operands.C64:
             rows = rows[(configs.splits[rows] == 1) & ~configs.stream_k[rows]]
-        bare = problem.bare if windows.in_parts(problem, 1 + divided) else problem
-        if not len(rows):
-            continue
-        some = configs if len(rows) == len(configs) else configs.take(rows)
-        facts = facts_of(bare, configs.swap, of is not None)
-        tile = footprint(facts, some)
-        refused = functools.reduce(operator.or_, (found for found, _ in _checks(bare, facts, some, tile, of)))
-        fields = _fields(bare, facts, some, tile, of, weights, asked)
-        us[:, rows] = np.where(refused, np.inf, cost.times(Resolved(**fields), problem.device))
-    return us
+        own = []
+        for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
+            bare = windows.in_parts(problem, 1 + divided)
+            some = rows[(configs.splits[rows] > 1) == divided]
+            if not len(some):
+                continue
+            given, kind = (problem.bare, kind_of(problem).bare) if bare else (problem, kind_of(problem))
+            limits = _limits(kind, of, configs)
+            some = some[~limits.refused[some]]
+            facts = facts_of(given, configs.swap, of is not None)
+            some = some[~_pass_32_bits(facts, Some(configs, some), of)]
+            if len(some):
+                kernels.append(limits.of(given, facts, some, (*weights, *facts.prepared), asked))
+                fixed.append(limits.fixed and limits.fixed.take(some))
+                own.append(some)
+        found.append(np.concatenate(own) if own else rows[:0])
+    us = cost.of_columns(kernels, fixed, problem.device) if kernels else np.empty((3, 0))
+    firsts = np.repeat(np.arange(len(found)), [len(x) for x in found])
+    order = np.lexsort((np.concatenate(found), firsts))
+    return [np.sort(x) for x in found], us[:, order]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Limits:
+    """What of many configs does not depend on the sizes of a problem: one record of all, and which cannot serve."""
+
+    record: Resolved
+    refused: np.ndarray
+    fixed: dense_cost.Fixed | None
+
+    def of(
+        self, problem: Problem, facts: Facts, rows: np.ndarray, prepared: tuple[Prepared, ...], asked: Problem
+    ) -> Resolved:
+        """Returns the record of some of them for a problem."""
+        fields = {field.name: getattr(self.record, field.name) for field in dataclasses.fields(self.record)}
+        fields |= {name: x[rows] for name, x in fields.items() if isinstance(x, np.ndarray)}
+        config, sums = Some(self.record.config, rows), self.record.sums
+        fields |= {"problem": problem, "config": config, "asked": asked, "multiplied": facts.problem}
+        if isinstance(sums.columns, np.ndarray):
+            fields["sums"] = dataclasses.replace(sums, columns=sums.columns[rows])
+        return Resolved(**fields | _sized(facts, config, self.record.phases) | {"prepared": prepared})
+
+
+@functools.lru_cache(maxsize=64)
+def _limits(kind: Problem, of: Phases | None, configs: Configs) -> _Limits:
+    facts = facts_of(kind, configs.swap, of is not None)
+    tile = footprint(facts, configs)
+    refused = functools.reduce(operator.or_, (found for found, _ in _checks(kind, facts, configs, tile, of)))
+    record = Resolved(**_fields(kind, facts, configs, tile, of, (), kind))
+    fixed = dense_cost.Fixed.of(record, kind.device) if cost.is_dense(record) else None
+    return _Limits(record, np.broadcast_to(refused, len(configs)), fixed)
+
+
+def _pass_32_bits(facts: Facts, config: Sizes, of: Phases | None) -> Any:
+    return shared.pass_32_bits(_counters(facts, config, _sized(facts, config, of)["tiles"]))
 
 
 def _checks(
@@ -164,7 +213,7 @@ def _checks(
 ) -> Iterator[tuple[Any, Callable[[], str]]]:
     """Yields truth values, or columns of them, of why a config cannot serve the problem, each with its reason."""
     problem = facts.problem
-    products, phases = problem.products, of.count if of else 1
+    products = problem.products
     columns = config.bn * problem.beside[1]
     yield (
         (config.parts > 1) & (asked.divided == "m"),
@@ -271,7 +320,7 @@ def _checks(
     )
     if not config.swap:
         yield tile.chunk * facts.staging.narrowest < 32, lambda: _short_rows(facts, config, tile)
-    counters = _counters(facts, config, problem.most_tiles(*cluster_tile(config)) * phases)
+    counters = _counters(facts, config, _sized(facts, config, of)["tiles"])
     yield shared.pass_32_bits(counters), lambda: shared.of_counters(counters, ", in whole tiles")[0]
 
 
@@ -293,7 +342,6 @@ def _fields(
     limit = tile.limit(config.stages)
     spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
     buffers = maximum(2, minimum(spare, tile.whole_result))
-    rows, columns = facts.problem.tiles(*cluster_tile(config))
     return {
         "problem": problem,
         "config": config,
@@ -310,10 +358,16 @@ def _fields(
         "shared_bytes": tile.bytes(config.stages, buffers),
         "blocks_per_sm": where(limit == tile.most, 1, 2),
         "phases": of,
-        "tiles": facts.problem.most_tiles(*cluster_tile(config)) * (of.count if of else 1),
-        "rows": rows,
-        "columns": columns,
+        **_sized(facts, config, of),
     }
+
+
+def _sized(facts: Facts, config: Sizes, of: Phases | None) -> dict[str, Any]:
+    """Returns those fields that count tiles."""
+    tile = cluster_tile(config)
+    rows, columns = facts.problem.tiles(*tile)
+    tiles = facts.problem.most_tiles(*tile) * (of.count if of else 1)
+    return {"tiles": tiles, "rows": rows, "columns": columns}
 
 
 def _counters(facts: Facts, config: Sizes, tiles: Any) -> dict[str, Any]:

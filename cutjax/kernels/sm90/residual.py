@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,10 +80,34 @@ def serves(kernel: Resolved, device: Device) -> bool:
     return plain and like and not (p.groups or p.symmetric)
 
 
-def inputs(kernel: Resolved, f: Features, t: Costs) -> np.ndarray:
+class Product(NamedTuple):
+    """What the network reads of a product, as it is multiplied.
+
+    Attributes:
+      m, n, k, batch: its sizes.
+      asked: its accumulators, of which whole tiles have more.
+      a_along_k, b_along_k: whether its operands lie along the contraction.
+    """
+
+    m: Any
+    n: Any
+    k: Any
+    batch: Any
+    asked: Any
+    a_along_k: Any
+    b_along_k: Any
+
+
+def product(kernel: Resolved) -> Product:
+    """Returns that of a kernel."""
+    p = kernel.multiplied
+    asked = p.m * p.n * p.batch_size * p.products
+    return Product(p.m, p.n, p.k, p.batch_size, asked, p.a.contiguous == "k", p.bs[0].contiguous == "k")
+
+
+def inputs(p: Product, f: Features, t: Costs) -> np.ndarray:
     """Returns the network's inputs, [inputs, kernels], of one kernel or of columns of those of many."""
-    c, p, us = kernel.config, kernel.multiplied, t.whole
-    asked = p.m * p.n * p.batch_size * p.products  # accumulators, of which whole tiles have more
+    us = t.whole
     logarithms = (
         us,
         t.compute / us,
@@ -106,9 +130,9 @@ def inputs(kernel: Resolved, f: Features, t: Costs) -> np.ndarray:
         p.m,
         p.n,
         p.k,
-        p.batch_size,
+        p.batch,
         1 + f.fused,
-        f.items * f.cluster * f.bm * f.bn / (f.splits * f.cluster_k * asked),
+        f.items * f.cluster * f.bm * f.bn / (f.splits * f.cluster_k * p.asked),
     )
     others = (
         ceil(t.waves) - t.waves,
@@ -125,18 +149,17 @@ def inputs(kernel: Resolved, f: Features, t: Costs) -> np.ndarray:
         f.ragged,
         f.a_off,
         f.b_off,
-        p.a.contiguous == "k",
-        p.bs[0].contiguous == "k",
+        p.a_along_k,
+        p.b_along_k,
     )
-    count = len(c.bm) if isinstance(c.bm, np.ndarray) else 1
-    x = np.empty((len(logarithms) + len(others), count))
+    x = np.empty((len(logarithms) + len(others), np.size(us)))
     for row, column in zip(x, (*logarithms, *others), strict=True):
         row[:] = column
     np.log2(x[: len(logarithms)], out=x[: len(logarithms)])
     return x
 
 
-def factor(kernel: Resolved, f: Features, t: Costs) -> Any:
+def factor(p: Product, f: Features, t: Costs) -> Any:
     """Returns the factor of the formula's time, or a column of factors."""
-    found = 1 + network()(inputs(kernel, f, t))
-    return found if isinstance(kernel.config.bm, np.ndarray) else float(found[0])
+    found = 1 + network()(inputs(p, f, t))
+    return found if isinstance(t.whole, np.ndarray) else float(found[0])
