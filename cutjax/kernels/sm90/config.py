@@ -14,7 +14,7 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.columns import maximum, minimum, where
+from cutjax.kernels.columns import Taken, maximum, minimum, where
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
@@ -356,16 +356,8 @@ class Configs(Sizes):
         return {name: x if name == "swap" else x[row].item() for name, x in columns.items()}
 
 
-class Some(Sizes):
-    """Some rows of configs, whose columns are taken as they are asked for."""
-
-    def __init__(self, configs: Configs, rows: np.ndarray):
-        self._configs, self._rows = configs, rows
-
-    def __getattr__(self, name: str) -> Any:
-        x = getattr(self._configs, name)
-        self.__dict__[name] = x = x[self._rows] if isinstance(x, np.ndarray) else x
-        return x
+class Some(Taken, Sizes):
+    """Some rows of configs."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -174,6 +174,7 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
     return Facts(multiplied, way, prepared, staging, heavy, (*why, *_problem_reasons(problem, staging), *unswappable))
 
 
+@functools.lru_cache(maxsize=64)
 def kind_of(problem: Problem) -> Problem:
     """Returns the problem that stands for all whose kernels have the same limits, of small sizes: always the same one.
 

@@ -14,7 +14,7 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.kernels import base, sums
 from cutjax.kernels import reasons as shared
-from cutjax.kernels.columns import maximum, minimum, where
+from cutjax.kernels.columns import Taken, maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
@@ -161,9 +161,13 @@ def prices(
             limits = _limits(kind, of, configs)
             some = some[~limits.refused[some]]
             facts = facts_of(given, configs.swap, of is not None)
-            some = some[~_pass_32_bits(facts, Some(configs, some), of)]
+            if not _is_small(facts, of):
+                some = some[~_pass_32_bits(facts, Some(configs, some), of)]
             if len(some):
-                kernels.append(limits.of(given, facts, some, (*weights, *facts.prepared), asked))
+                config, sums = Some(configs, some), Taken(limits.record.sums, some)
+                alike = {"problem": given, "asked": asked, "multiplied": facts.problem, "phases": of, "sums": sums}
+                alike["prepared"] = *weights, *facts.prepared
+                kernels.append(_Some(limits.record, some, **alike, config=config, **_sized(facts, config, of)))
                 fixed.append(limits.fixed and limits.fixed.take(some))
                 own.append(some)
         found.append(np.concatenate(own) if own else rows[:0])
@@ -171,6 +175,10 @@ def prices(
     firsts = np.repeat(np.arange(len(found)), [len(x) for x in found])
     order = np.lexsort((np.concatenate(found), firsts))
     return [np.sort(x) for x in found], us[:, order]
+
+
+class _Some(Taken, Resolved):
+    """The record of some rows of configs."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,20 +189,8 @@ class _Limits:
     refused: np.ndarray
     fixed: dense_cost.Fixed | None
 
-    def of(
-        self, problem: Problem, facts: Facts, rows: np.ndarray, prepared: tuple[Prepared, ...], asked: Problem
-    ) -> Resolved:
-        """Returns the record of some of them for a problem."""
-        fields = {field.name: getattr(self.record, field.name) for field in dataclasses.fields(self.record)}
-        fields |= {name: x[rows] for name, x in fields.items() if isinstance(x, np.ndarray)}
-        config, sums = Some(self.record.config, rows), self.record.sums
-        fields |= {"problem": problem, "config": config, "asked": asked, "multiplied": facts.problem}
-        if isinstance(sums.columns, np.ndarray):
-            fields["sums"] = dataclasses.replace(sums, columns=sums.columns[rows])
-        return Resolved(**fields | _sized(facts, config, self.record.phases) | {"prepared": prepared})
 
-
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=128)
 def _limits(kind: Problem, of: Phases | None, configs: Configs) -> _Limits:
     facts = facts_of(kind, configs.swap, of is not None)
     tile = footprint(facts, configs)
@@ -206,6 +202,15 @@ def _limits(kind: Problem, of: Phases | None, configs: Configs) -> _Limits:
 
 def _pass_32_bits(facts: Facts, config: Sizes, of: Phases | None) -> Any:
     return shared.pass_32_bits(_counters(facts, config, _sized(facts, config, of)["tiles"]))
+
+
+def _is_small(facts: Facts, of: Phases | None) -> bool:
+    """True of a problem so small that no config's counters are near to what 32 bits hold."""
+    counters = _counters(facts, _MOST_COUNTED, _sized(facts, _MOST_COUNTED, of)["tiles"])
+    return facts.problem.k < 1 << 24 and max(counters.values()) < 1 << 29
+
+
+_MOST_COUNTED = Config(bm=64, bn=8, cluster_k=8, splits=128)
 
 
 def _checks(
