@@ -152,7 +152,7 @@ def _fastest(problem: Problem) -> tuple[Found | None, Found | None]:
     measured = _priced(problem, False)
     new = any(bool(offer.prices.new.any()) for offer in offers(problem))
     any_ = _priced(problem, True) if new else measured
-    remembered.write(problem, *(x and _entry(*x) for x in (measured, any_)))
+    remembered.write(problem, lambda: tuple(x and _entry(*x) for x in (measured, any_)))
     return measured, any_
 
 

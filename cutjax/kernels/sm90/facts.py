@@ -133,12 +133,16 @@ class Facts:
         return few and all(out.axes == ("col",) for _, out in staging.reductions) and not any(x.col for x in operands)
 
 
-@functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Facts:
     """Returns the facts that all kernels of a problem share, with its operands as they are or swapped.
 
     Its rows may be pixels apart in the images of the result.
     """
+    return _facts_of(problem, swap, pixels)
+
+
+@functools.lru_cache(maxsize=1024)
+def _facts_of(problem: Problem, swap: bool, pixels: bool) -> Facts:
     views = (Gathered, Im2col, Joined), (Taps, Joined)
     why = [*shared.of_operands(problem, *views, blocks=True, prologues=True, across=True), *sums.reasons(problem)]
     why += [*operands.reasons(problem), *prologues.reasons(problem), *scales.reasons(problem)]

@@ -71,7 +71,8 @@ LONG_US, NEAR = 100.0, 0.01
 # Of "bd": b, which each band of tiles reads once, and results leave L2 first where they pass it. Not measured yet.
 STREAMED = ""
 
-_DEPTHS = 1, 2, 4, 32, 64  # a pipeline depends on whether k is at most so many of the shallower stages
+# A pipeline depends on whether k is at most so many of the shallower stages; on the last two beside operands.
+_DEPTHS = 1, 2, 4, 32, 64
 
 _config = functools.lru_cache(maxsize=None)(Config)
 
@@ -174,7 +175,8 @@ def _configs(facts: Facts, kind: Facts) -> tuple[Configs, np.ndarray]:
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
     whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
     depth, k = whole.depth(problem).min().item(), problem.k * len(facts.way.pairs)
-    tiles = _staged(whole, kind, next((x for x in _DEPTHS if k <= x * depth), 2 * _DEPTHS[-1]) * depth)
+    depths = _DEPTHS if facts.staging.operands else _DEPTHS[:3]
+    tiles = _staged(whole, kind, next((x for x in depths if k <= x * depth), 2 * _DEPTHS[-1]) * depth)
     k_blocks = -(-problem.k // tiles.depth(problem))
     if problem.divided in ("m", "n") or problem.symmetric or k_blocks.max() < 2 * LEAST_K_BLOCKS:
         return tiles, np.arange(len(tiles))

@@ -172,8 +172,7 @@ def prices(
                 own.append(some)
         found.append(np.concatenate(own) if own else rows[:0])
     us = cost.of_columns(kernels, fixed, problem.device) if kernels else np.empty((3, 0))
-    firsts = np.repeat(np.arange(len(found)), [len(x) for x in found])
-    order = np.lexsort((np.concatenate(found), firsts))
+    order = np.argsort(np.concatenate([x + (side << 32) for side, x in enumerate(found)])) if found else []
     return [np.sort(x) for x in found], us[:, order]
 
 
