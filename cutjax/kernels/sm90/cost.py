@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,24 +173,34 @@ def times(kernel: Resolved, device: Device) -> tuple[Any, Any, Any]:
     return costs.whole, costs.whole * residual.factor(residual.product(kernel), features, costs), costs.l2
 
 
-def of_columns(kernels: Sequence[Resolved], fixed: Sequence[dense_cost.Fixed | None], device: Device) -> np.ndarray:
-    """Returns the `times` of the kernels of several records, of one problem, [3, kernels of all].
+Factors = Callable[[np.ndarray], Any]  # of some rows
+
+
+def of_columns(
+    kernels: Sequence[Resolved], fixed: Sequence[dense_cost.Fixed | None], device: Device
+) -> tuple[np.ndarray, np.ndarray, Factors]:
+    """Returns the `times` of the kernels of several records, of one problem, of all: by factors, where corrected.
 
     Args:
       kernels: records of many kernels each.
       fixed: what is known of each beside its problem; None where it is no dense product.
       device: what they run on.
+
+    Returns:
+      Their times, what their bytes take through L2, and what makes the factors of some, by which they are ranked.
     """
     dense = [x for x in fixed if x]
     if len(dense) < len(kernels):
-        return np.hstack([times(kernel, device) for kernel in kernels])
+        us = np.concatenate([predict(kernel, device) for kernel in kernels])
+        return us, 0 * us, np.ones_like
     features = dense_cost.joined(kernels, dense, device)
     costs = dense_cost.costs(features, CONSTANTS)
     if not residual.serves(kernels[0], device):
-        return np.array([costs.whole, costs.whole, 0 * costs.whole])
+        return costs.whole, 0 * costs.whole, np.ones_like
     counts, products = [x.columns.shape[1] for x in dense], zip(*map(residual.product, kernels), strict=True)
     product = residual.Product(*(dense_cost.spread(x, counts) for x in products))
-    return np.array([costs.whole, costs.whole * residual.factor(product, features, costs), costs.l2])
+    inputs = residual.inputs(product, features, costs)
+    return costs.whole, costs.l2, lambda rows: 1 + residual.network()(inputs[:, rows])
 
 
 def is_dense(kernel: Resolved) -> bool:

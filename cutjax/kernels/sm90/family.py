@@ -15,7 +15,7 @@ from cutjax.kernels.device import Device
 from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
-from cutjax.kernels.sm90 import kernel, operands, windows
+from cutjax.kernels.sm90 import kernel, operands, residual, windows
 from cutjax.kernels.sm90.config import Config, Configs
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.kernel import resolve
@@ -68,6 +68,8 @@ LEAST_IDLE = 0.06  # of the time of all SMs, where tiles in parts may pay
 # Long products are limited by power, and bytes through L2 take some: of kernels that are predicted this near to the
 # first, the one of the fewest is taken. In bursts picks of 137 held products over 100 us became 0.2% better by it.
 LONG_US, NEAR = 100.0, 0.01
+# Of this times the least are those that factors and the above may make the first.
+FURTHEST = (1 + residual.MOST) / (1 - residual.MOST) * (1 + 2 * NEAR)
 # Of "bd": b, which each band of tiles reads once, and results leave L2 first where they pass it. Not measured yet.
 STREAMED = ""
 
@@ -119,7 +121,11 @@ def prices(problem: Problem) -> Prices:
         return one_by_one(problem, configs(problem), resolve)
     tables = _tables(problem)
     given = parts(problem) if _parts(problem) else (problem, None, ())
-    found, (us, ranked_us, l2_us) = kernel.prices(*given, [table for _, *table in tables], problem)
+    found, us, l2_us, factors = kernel.prices(*given, [table for _, *table in tables], problem)
+    new = np.repeat([bool(kernel.unmeasured(facts.problem)) for facts, *_ in tables], [len(served) for served in found])
+
+    def ranked_us(rows: np.ndarray) -> np.ndarray:
+        return _least_l2(us[rows] * factors(rows), l2_us[rows])
 
     def config(i: int) -> Config:
         for (facts, table, _), served in zip(tables, found, strict=True):
@@ -131,8 +137,9 @@ def prices(problem: Problem) -> Prices:
     def rows() -> list[Hashable]:
         return [row for (_, table, _), served in zip(tables, found, strict=True) for row in table.rows(served)]
 
-    new = [bool(kernel.unmeasured(facts.problem)) for facts, *_ in tables]
-    return Prices(us, _least_l2(ranked_us, l2_us), config, rows, np.repeat(new, [len(served) for served in found]))
+    near = np.flatnonzero(us <= us.min(initial=np.inf) * FURTHEST)
+    near = np.arange(len(us)) if new.any() else near
+    return Prices(us, near, ranked_us, config, rows, new)
 
 
 def _least_l2(us: np.ndarray, l2_us: np.ndarray) -> np.ndarray:

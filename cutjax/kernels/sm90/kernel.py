@@ -142,11 +142,8 @@ def prices(
     weights: tuple[Prepared, ...],
     tables: Sequence[tuple[Configs, np.ndarray]],
     asked: Problem,
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns which of some rows of each table of configs can serve, told as `_resolve` is, and their times.
-
-    They are predicted microseconds, as `cost.times` has them: [3, rows of all].
-    """
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, cost.Factors]:
+    """Returns which of some rows of each table of configs can serve, told as `_resolve` is, and `cost.of_columns`."""
     found, kernels, fixed = [], [], []
     for configs, rows in tables:
         if problem.a.dtype == operands.C64:
@@ -171,9 +168,11 @@ def prices(
                 fixed.append(limits.fixed and limits.fixed.take(some))
                 own.append(some)
         found.append(np.concatenate(own) if own else rows[:0])
-    us = cost.of_columns(kernels, fixed, problem.device) if kernels else np.empty((3, 0))
-    order = np.argsort(np.concatenate([x + (side << 32) for side, x in enumerate(found)])) if found else []
-    return [np.sort(x) for x in found], us[:, order]
+    if not kernels:
+        return found, np.empty(0), np.empty(0), np.ones_like
+    us, l2_us, factors = cost.of_columns(kernels, fixed, problem.device)
+    order = np.argsort(np.concatenate([x + (side << 32) for side, x in enumerate(found)]))
+    return [np.sort(x) for x in found], us[order], l2_us[order], lambda rows: factors(order[rows])
 
 
 class _Some(Taken, Resolved):
