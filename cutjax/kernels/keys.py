@@ -41,7 +41,7 @@ def key(problem: Problem) -> str:
     operands = problem.a, *problem.bs
     if len(set(problem.bs)) > 1 or not all(operand.plain for operand in operands):
         found |= {"version": 2, "operands": list(map(_described, operands))}
-    return _text(json.loads(json.dumps(found, default=int)))
+    return _text(found)
 
 
 # Of the fields of a problem.
@@ -51,8 +51,11 @@ _DEFAULTS |= {name: [] for name in ("batch", "a_batch", "b_batch", "sizes_batch"
 
 
 def _text(found: dict[str, Any]) -> str:
-    said = {name: x for name, x in found.items() if name not in _DEFAULTS or x != _DEFAULTS[name]}
-    return json.dumps(said, separators=(",", ":"))
+    def is_default(name: str, x: Any) -> bool:
+        return name in _DEFAULTS and _DEFAULTS[name] == (list(x) if isinstance(x, tuple) else x)
+
+    said = {name: x for name, x in found.items() if not is_default(name, x)}
+    return json.dumps(said, separators=(",", ":"), default=int)
 
 
 def recorded(text: str) -> str:

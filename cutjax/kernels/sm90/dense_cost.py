@@ -322,17 +322,18 @@ def costs(f: Features, c: Constants) -> Costs:
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
     slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) * (f.steps == 0) + c.narrow * (f.b_short > 0)
     slower = slower + c.multicast * (1 - f.promoted) * f.multicasts
-    slower = slower + c.promoted * f.promoted + c.reread * (f.sum_parts - 1) * f.promoted * (1 - f.scaled)
+    if np.any(f.promoted):
+        slower = slower + c.promoted * f.promoted + c.reread * (f.sum_parts - 1) * f.promoted * (1 - f.scaled)
     # Written, and read: b once for each 64 rows of a.
     operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2
     multiply = sharing * (
         c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block + c.scaled * f.scaled
     )
-    fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
-    decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
-    decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
-    power = 1 + (c.beside - 1) * f.halves
-    if np.any(decode):  # else it is as it was
+    if np.any(f.steps) or np.any(f.change):
+        fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
+        decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
+        decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
+        power = 1 + (c.beside - 1) * f.halves
         multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
     a_rows = f.packed * f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
     b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)

@@ -53,6 +53,13 @@ class Facts:
         return self.way.dtype is None and self.problem.a.dtype.name in operands.INT8
 
     @functools.cached_property
+    def bare(self) -> Facts:
+        """Those of the products without their epilogue, in the accumulators' dtype."""
+        problem, of = self.problem.bare, self.staging
+        staging = plan_staging(problem.epilogue, problem.symmetric, of.swap, of.pitch, of.even, pixels=of.pixels)
+        return dataclasses.replace(self, problem=problem, staging=staging, heavy=False, reasons=())
+
+    @functools.cached_property
     def addressed(self) -> bool:
         """True if threads store a result, each by addresses of its own, and not TMA."""
         return not self.staging.pixels and not all(self.staging.by_tma(out) for _, out in self.staging.results)
@@ -143,11 +150,7 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
 
 @functools.lru_cache(maxsize=1024)
 def _facts_of(problem: Problem, swap: bool, pixels: bool) -> Facts:
-    views = (Gathered, Im2col, Joined), (Taps, Joined)
-    why = [*shared.of_operands(problem, *views, blocks=True, prologues=True, across=True), *sums.reasons(problem)]
-    why += [*operands.reasons(problem), *prologues.reasons(problem), *scales.reasons(problem)]
-    narrow = operands.decoded(problem.bs[0], problem.a)
-    why += decode.reasons(problem, problem.bs[0]) if narrow else []
+    why, narrow = _reasons_of_operands(problem), operands.decoded(problem.bs[0], problem.a)
     unswappable = shared.of_swap(problem) if swap else []
     if swap and problem.products > 1 and not narrow and (problem.a.bits != 16 or operands.way(problem).promoted):
         unswappable.append(f"swap with {problem.products} products, but of 16 bits as they are")
@@ -176,6 +179,14 @@ def _facts_of(problem: Problem, swap: bool, pixels: bool) -> Facts:
     way = operands.Way() if why else operands.way(problem)
     prepared = () if why else operands.prepared(problem)
     return Facts(multiplied, way, prepared, staging, heavy, (*why, *_problem_reasons(problem, staging), *unswappable))
+
+
+@functools.lru_cache(maxsize=256)
+def _reasons_of_operands(problem: Problem) -> tuple[str, ...]:
+    views = (Gathered, Im2col, Joined), (Taps, Joined)
+    why = [*shared.of_operands(problem, *views, blocks=True, prologues=True, across=True), *sums.reasons(problem)]
+    why += [*operands.reasons(problem), *prologues.reasons(problem), *scales.reasons(problem)]
+    return (*why, *(decode.reasons(problem, b) if operands.decoded(b := problem.bs[0], problem.a) else ()))
 
 
 @functools.lru_cache(maxsize=64)

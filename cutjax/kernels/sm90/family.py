@@ -181,7 +181,7 @@ def _configs(facts: Facts, kind: Facts) -> tuple[Configs, np.ndarray]:
     columns = 2 * -(-problem.n // groups) if (groups := problem.groups_along("n")) > 1 else problem.n
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
     whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
-    depth, k = whole.depth(problem).min().item(), problem.k * len(facts.way.pairs)
+    depth, k = _config().depth(problem), problem.k * len(facts.way.pairs)
     depths = _DEPTHS if facts.staging.operands else _DEPTHS[:3]
     tiles = _staged(whole, kind, next((x for x in depths if k <= x * depth), 2 * _DEPTHS[-1]) * depth)
     k_blocks = -(-problem.k // tiles.depth(problem))

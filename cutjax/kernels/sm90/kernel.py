@@ -129,8 +129,7 @@ def _resolve(
     if problem.a.dtype == operands.C64 and (config.splits > 1 or config.stream_k):
         return (*found, f"splits={config.splits}, stream_k={config.stream_k}: parts of complex numbers")
     if windows.in_parts(problem, config.splits):
-        problem = problem.bare
-        facts = facts_of(problem, config.swap)
+        problem, facts = problem.bare, facts.bare
     tile = footprint(facts, config)
     found += [why() for refused, why in _checks(problem, facts, config, tile, of) if refused]
     return tuple(found) if found else Kernel(**_fields(problem, facts, config, tile, of, weights, asked))
@@ -154,10 +153,10 @@ def prices(
             some = rows[(configs.splits[rows] > 1) == divided]
             if not len(some):
                 continue
-            given, kind = (problem.bare, kind_of(problem).bare) if bare else (problem, kind_of(problem))
-            limits = _limits(kind, of, configs)
+            limits = _limits(kind_of(problem), of, configs, bare)
             some = some[~limits.refused[some]]
-            facts = facts_of(given, configs.swap, of is not None)
+            facts = facts_of(problem, configs.swap, of is not None)
+            given, facts = (problem.bare, facts.bare) if bare else (problem, facts)
             if not _is_small(facts, of):
                 some = some[~_pass_32_bits(facts, Some(configs, some), of)]
             if len(some):
@@ -189,8 +188,9 @@ class _Limits:
 
 
 @functools.lru_cache(maxsize=128)
-def _limits(kind: Problem, of: Phases | None, configs: Configs) -> _Limits:
+def _limits(kind: Problem, of: Phases | None, configs: Configs, bare: bool) -> _Limits:
     facts = facts_of(kind, configs.swap, of is not None)
+    kind, facts = (kind.bare, facts.bare) if bare else (kind, facts)
     tile = footprint(facts, configs)
     refused = functools.reduce(operator.or_, (found for found, _ in _checks(kind, facts, configs, tile, of)))
     record = Resolved(**_fields(kind, facts, configs, tile, of, (), kind))
