@@ -230,10 +230,7 @@ class Problem(Work):
     @functools.cached_property
     def bare(self) -> Problem:
         """These products without an epilogue, in the accumulators' dtype."""
-        acc = self.accumulator
-        nodes = tuple(Node("acc", (), acc.name, (i,)) for i in range(self.products))
-        outputs = tuple(Output(i, acc.name) for i in range(self.products))
-        return dataclasses.replace(self, epilogue=Epilogue(self.products, (), nodes, outputs), in_place=(), order=())
+        return dataclasses.replace(self, epilogue=_sums(self.products, self.accumulator), in_place=(), order=())
 
     def on(self, device: Device) -> Problem:
         """Returns the same problem on another device."""
@@ -395,3 +392,10 @@ class Problem(Work):
         strided = f", {' and '.join(named)} by strides" if named else ""
         views = "".join(x.text(name) for name, x in (("a", self.a), ("b", self.bs[0])))
         return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}{views}"
+
+
+@functools.cache
+def _sums(products: int, accumulator: np.dtype) -> Epilogue:
+    """Returns the epilogue that stores products as they are added up."""
+    nodes = tuple(Node("acc", (), accumulator.name, (i,)) for i in range(products))
+    return Epilogue(products, (), nodes, tuple(Output(i, accumulator.name) for i in range(products)))

@@ -199,8 +199,8 @@ def of_columns(
         return costs.whole, 0 * costs.whole, np.ones_like
     counts, products = [x.columns.shape[1] for x in dense], zip(*map(residual.product, kernels), strict=True)
     product = residual.Product(*(dense_cost.spread(x, counts) for x in products))
-    inputs = residual.inputs(product, features, costs)
-    return costs.whole, costs.l2, lambda rows: 1 + residual.network()(inputs[:, rows])
+    values = residual.values(product, features, costs)
+    return costs.whole, costs.l2, lambda rows: residual.factors(values[:, rows])
 
 
 def is_dense(kernel: Resolved) -> bool:

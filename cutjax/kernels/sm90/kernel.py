@@ -369,8 +369,10 @@ def _sized(facts: Facts, config: Sizes, of: Phases | None) -> dict[str, Any]:
     """Returns those fields that count tiles."""
     tile = cluster_tile(config)
     rows, columns = facts.problem.tiles(*tile)
-    tiles = facts.problem.most_tiles(*tile) * (of.count if of else 1)
-    return {"tiles": tiles, "rows": rows, "columns": columns}
+    p, tiles = facts.problem, rows * columns * facts.problem.results
+    if p.symmetric or p.divided in ("m", "n"):
+        tiles = p.most_tiles(*tile)
+    return {"tiles": tiles * (of.count if of else 1), "rows": rows, "columns": columns}
 
 
 def _counters(facts: Facts, config: Sizes, tiles: Any) -> dict[str, Any]:

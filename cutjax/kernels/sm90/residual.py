@@ -25,6 +25,7 @@ FILE = pathlib.Path(__file__).with_name("residual.json")
 UNIT = 256  # of the network's numbers: 1 is so many
 SPREAD = 4  # an input is at most so many standard deviations from its mean
 MOST = 0.1  # of the formula's time
+LOGARITHMS = 24  # inputs that are logarithms
 AT_ONCE = 192  # kernels: libraries divide larger products among threads, and wait for those longer than they multiply
 
 
@@ -107,6 +108,16 @@ def product(kernel: Resolved) -> Product:
 
 def inputs(p: Product, f: Features, t: Costs) -> np.ndarray:
     """Returns the network's inputs, [inputs, kernels], of one kernel or of columns of those of many."""
+    return _logged(values(p, f, t))
+
+
+def _logged(x: np.ndarray) -> np.ndarray:
+    np.log2(x[:LOGARITHMS], out=x[:LOGARITHMS])
+    return x
+
+
+def values(p: Product, f: Features, t: Costs) -> np.ndarray:
+    """Returns them as they are before logarithms are taken, of the first so many."""
     us = t.whole
     logarithms = (
         us,
@@ -152,14 +163,19 @@ def inputs(p: Product, f: Features, t: Costs) -> np.ndarray:
         p.a_along_k,
         p.b_along_k,
     )
+    assert len(logarithms) == LOGARITHMS
     x = np.empty((len(logarithms) + len(others), np.size(us)))
     for row, column in zip(x, (*logarithms, *others), strict=True):
         row[:] = column
-    np.log2(x[: len(logarithms)], out=x[: len(logarithms)])
     return x
 
 
 def factor(p: Product, f: Features, t: Costs) -> Any:
     """Returns the factor of the formula's time, or a column of factors."""
-    found = 1 + network()(inputs(p, f, t))
+    found = factors(values(p, f, t))
     return found if isinstance(t.whole, np.ndarray) else float(found[0])
+
+
+def factors(x: np.ndarray) -> np.ndarray:
+    """Returns the factors of kernels by their `values`, which become logarithms."""
+    return 1 + network()(_logged(x))
