@@ -141,10 +141,10 @@ class Fixed:
     def of(cls, kernels: Resolved, device: Device) -> Fixed:
         """Reads them of a record of many."""
         found = _of_config(kernels, device)
-        same = {name: float(x) for name, x in found.items() if not isinstance(x, np.ndarray)}
-        return cls(
-            tuple(found), same, np.array([np.broadcast_to(x, len(kernels.config.bm)) for x in found.values()], float)
-        )
+        columns = np.empty((len(found), len(kernels.config)))
+        for column, x in zip(columns, found.values(), strict=True):
+            column[:] = x
+        return cls(tuple(found), {name: float(x) for name, x in found.items() if np.ndim(x) == 0}, columns)
 
     def take(self, rows: np.ndarray) -> Fixed:
         """Returns those of some of them."""
@@ -168,8 +168,9 @@ def spread(numbers: Sequence[float], counts: Sequence[int]) -> Any:
 
 def _of_both(kernel: Resolved) -> dict[str, Any]:
     """Returns those features that depend on a config and on sizes."""
-    items = kernel.rows * _columns(kernel) * kernel.multiplied.batch_size * kernel.config.splits * kernel.matrices
-    return {"items": items, "k_blocks": ceil(kernel.k_blocks / kernel.config.parts)}
+    c = kernel.config
+    items = kernel.rows * _columns(kernel) * kernel.multiplied.batch_size * c.splits * kernel.matrices
+    return {"items": items, "k_blocks": ceil(kernel.k_blocks / c.parts), "splits": c.splits}
 
 
 def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
@@ -184,7 +185,6 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
         "cluster_m": c.cluster_m,
         "cluster_n": c.cluster_n,
         "cluster_k": c.cluster_k,
-        "splits": c.splits,
         "stream": c.stream_k,
         "bm": c.bm * of_a,
         "bn": c.bn * of_b,

@@ -16,7 +16,7 @@ from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
 from cutjax.kernels.sm90 import kernel, operands, residual, windows
-from cutjax.kernels.sm90.config import Config, Configs
+from cutjax.kernels.sm90.config import Config, Configs, Some
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.kernel import resolve
 from cutjax.kernels.sm90.phases import parts
@@ -110,32 +110,32 @@ def stores_in_order(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
-    for facts, table, rows in _tables(problem):
-        for row in rows.tolist():
-            yield _made(facts, table, row)
+    for facts, shipped in _shipped(problem):
+        for row in range(len(shipped)):
+            yield _made(facts, shipped, row)
 
 
 def prices(problem: Problem) -> Prices:
     """Returns the predicted times of the shipped configs that serve a problem, all from columns of their fields."""
     if max(problem.flops, problem.bytes) >= 2**56 or max(problem.m, problem.n) >= 2**28:  # columns have 64 bits
         return one_by_one(problem, configs(problem), resolve)
-    tables = _tables(problem)
+    sides = _shipped(problem)
     given = parts(problem) if _parts(problem) else (problem, None, ())
-    found, us, l2_us, factors = kernel.prices(*given, [table for _, *table in tables], problem)
-    new = np.repeat([bool(kernel.unmeasured(facts.problem)) for facts, *_ in tables], [len(served) for served in found])
+    found, us, l2_us, factors = kernel.prices(*given, [shipped for _, shipped in sides], problem)
+    new = np.repeat([bool(kernel.unmeasured(facts.problem)) for facts, _ in sides], [len(served) for served in found])
 
     def ranked_us(rows: np.ndarray) -> np.ndarray:
         return _least_l2(us[rows] * factors(rows), l2_us[rows])
 
     def config(i: int) -> Config:
-        for (facts, table, _), served in zip(tables, found, strict=True):
+        for side, served in zip(sides, found, strict=True):
             if i < len(served):
-                return _made(facts, table, int(served[i]))
+                return _made(*side, int(served[i]))
             i -= len(served)
         raise IndexError(i)
 
     def rows() -> list[Hashable]:
-        return [row for (_, table, _), served in zip(tables, found, strict=True) for row in table.rows(served)]
+        return [row for (_, shipped), served in zip(sides, found, strict=True) for row in shipped.rows(served)]
 
     near = np.flatnonzero(us <= us.min(initial=np.inf) * FURTHEST)
     near = np.arange(len(us)) if new.any() else near
@@ -150,29 +150,26 @@ def _least_l2(us: np.ndarray, l2_us: np.ndarray) -> np.ndarray:
     return np.where(near, best * (1 + NEAR * l2_us / max(l2_us[near].max(), 1e-9)), us)
 
 
-def _made(facts: Facts, table: Configs, row: int) -> Config:
-    fields, p = table.fields(row), facts.problem
+def _made(facts: Facts, shipped: Some, row: int) -> Config:
+    fields, p = shipped.fields(row), facts.problem
     return _config(**fields, raster=_raster(p, _config(**fields)), evict_first=_streamed(p))
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(problem: Problem) -> list[tuple[Facts, Configs, np.ndarray]]:
-    """Returns the shipped configs, as operands are and swapped, with what the kernels of each have in common.
-
-    They are some rows of tables, which many problems share.
-    """
+def _shipped(problem: Problem) -> list[tuple[Facts, Some]]:
+    """Returns the shipped configs, as operands are and swapped, with what the kernels of each have in common."""
     if part := _parts(problem):
-        table, rows = _configs(part, part)
-        return [(part, table, rows[(table.splits[rows] == 1) & ~table.stream_k[rows]])]
+        some = _configs(part, part)
+        return [(part, some.take(np.flatnonzero((some.splits == 1) & ~some.stream_k)))]
     # Nobody has timed groups with operands swapped, but of weights that are decoded. A prologue is computed so alone.
     alone = problem.a.prologue is not None or operands.decoded(problem.bs[0], problem.a)
     swaps = (False, True) if not problem.groups or alone else (False,)
     sides = [(facts_of(problem, swap), facts_of(kind_of(problem), swap)) for swap in swaps]
-    return [(facts, *_configs(facts, kind)) for facts, kind in sides if not facts.reasons]
+    return [(facts, _configs(facts, kind)) for facts, kind in sides if not facts.reasons]
 
 
-def _configs(facts: Facts, kind: Facts) -> tuple[Configs, np.ndarray]:
-    """Returns the table of configs of a kind of problems, and the rows of it that are shipped for one of them."""
+def _configs(facts: Facts, kind: Facts) -> Some:
+    """Returns the configs that are shipped for a problem, from a table of those of its kind."""
     problem, swap = facts.problem, facts.staging.swap
     any_width, decoded = problem.bs[0].contiguous == "k", operands.decoded(problem.a, problem.bs[0])
     name = "promoted" if facts.way.each else "plain"
@@ -183,19 +180,20 @@ def _configs(facts: Facts, kind: Facts) -> tuple[Configs, np.ndarray]:
     whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
     depth, k = _config().depth(problem), problem.k * len(facts.way.pairs)
     depths = _DEPTHS if facts.staging.operands else _DEPTHS[:3]
-    tiles = _staged(whole, kind, next((x for x in depths if k <= x * depth), 2 * _DEPTHS[-1]) * depth)
-    k_blocks = -(-problem.k // tiles.depth(problem))
+    k = next((x for x in depths if k <= x * depth), 2 * _DEPTHS[-1]) * depth
+    k_blocks = -(-problem.k // whole.depth(problem))
     if problem.divided in ("m", "n") or problem.symmetric or k_blocks.max() < 2 * LEAST_K_BLOCKS:
-        return tiles, np.arange(len(tiles))
-    return _divided(problem, tiles, k_blocks)
+        return Some(_staged(whole, None, kind, k), np.arange(len(whole)), np.ones(len(whole), int))
+    ways, rows = _divided(problem, whole, k_blocks)
+    return Some(_staged(whole, ways, kind, k), ways.row[rows], ways.splits[rows])
 
 
 @functools.lru_cache(maxsize=256)
-def _staged(whole: Configs, kind: Facts, k: int) -> Configs:
+def _staged(whole: Configs, ways: _Ways | None, kind: Facts, k: int) -> Configs:
     """Returns configs as deep as suits a kind of problems, of which k says how many stages are the contraction."""
     stages = _stages(kind, footprint(kind, whole), whole.depth(kind.problem), k)
-    whole_groups = maximum(stages - stages % whole.slice_groups, 2 * whole.slice_groups)
-    return dataclasses.replace(whole, stages=whole_groups)
+    stages = maximum(stages - stages % whole.slice_groups, 2 * whole.slice_groups)
+    return ways.table.deep(stages[ways.of]) if ways else whole.deep(stages)
 
 
 @functools.lru_cache(maxsize=256)
@@ -228,17 +226,23 @@ def _even_widths(columns: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Ways:
-    """Tiles, each followed by all ways to divide its contraction, a column for each field.
+    """All ways to divide the contraction of tiles, tile by tile.
 
     Attributes:
-      configs: of all ways.
-      tile: which of the tiles it is of.
+      table: tiles, each followed by those that share it in other ways than by splits.
+      of: the tile of each of these.
+      row: of a way, its place in the table.
+      splits: of a way.
+      tile: of a way.
       place: of its bounds in a table [kinds of ways, tiles]: undivided, streams, clusters, splits, splits of clusters.
       number: what is bounded: CTAs of a cluster, or splits; else 1.
       clusters: how many of its clusters, where CTAs share a tile, run at once.
     """
 
-    configs: Configs
+    table: Configs
+    of: np.ndarray
+    row: np.ndarray
+    splits: np.ndarray
     tile: np.ndarray
     place: np.ndarray
     number: np.ndarray
@@ -246,22 +250,25 @@ class _Ways:
 
 
 def _ways(tiles: Configs, splits: np.ndarray, device: Device) -> _Ways:
-    """Returns all ways of tiles, told how many splits each may have: a row for each, in order."""
-    count, twice = len(tiles), np.repeat(splits, 2, axis=1)
-    sizes = np.array(CLUSTERS_K)
-    first = np.concatenate([(1, 1), sizes])
-    kinds = np.concatenate([(0, 1), np.full_like(sizes, 2), np.tile((3, 4), splits.shape[1])])
-    number = np.hstack([np.broadcast_to(first, (count, len(first))), twice])
+    """Returns all ways of tiles, told how many splits each may have."""
+    first, (count, more) = np.array((1, 1, *CLUSTERS_K)), splits.shape
+    of_first = np.minimum(np.arange(len(first)), 2)
+    kinds = np.concatenate([of_first, np.tile((3, 4), more)])
+    number = np.hstack([np.broadcast_to(first, (count, len(first))), np.repeat(splits, 2, axis=1)])
     new = np.ones(number.shape, bool)
-    new[:, len(first) + 2 :] = twice[:, 2:] > twice[:, :-2]
+    new[:, len(first) + 2 :] = np.repeat(splits[:, 1:] > splits[:, :-1], 2, axis=1)
     alone, shared = (tiles.cluster == 1)[:, None], tiles.coop[:, None]
-    tile, way = np.nonzero(new & ((kinds < 2) | alone & ((kinds == 3) | shared)))
-    number, kind = number[tile, way], kinds[way]
-    cluster_k = np.where(kind == 2, number, np.where(kind == 4, 8, 1))
-    at_once = np.array([device.clusters_at_once(size) for size in range(1, 9)])
-    configs = tiles.take(tile, stream_k=kind == 1, cluster_k=cluster_k, splits=np.where(kind > 2, number, 1))
-    clusters = np.where(kind == 2, at_once[cluster_k - 1], np.iinfo(int).max)
-    return _Ways(configs, tile, kind * count + tile, number, clusters)
+    offered = new & ((kinds < 2) | alone & ((kinds == 3) | shared))
+    undivided = offered[:, : len(first)]
+    of, way = np.nonzero(undivided)
+    table = tiles.take(of, stream_k=way == 1, cluster_k=first[way])
+    tile, way = np.nonzero(offered)
+    kind, number = kinds[way], number[tile, way]
+    column = np.where(kind == 3, 0, np.minimum(way, len(first) - 1))  # splits of clusters are of the largest
+    row = (np.cumsum(undivided) - 1).reshape(undivided.shape)[tile, column]
+    at_once = np.array([device.clusters_at_once(size) for size in range(1, first[-1] + 1)])
+    clusters = np.where(kind == 2, at_once[first[column] - 1], np.iinfo(int).max)
+    return _Ways(table, of, row, np.where(kind > 2, number, 1), tile, kind * count + tile, number, clusters)
 
 
 @functools.lru_cache(maxsize=128)
@@ -269,11 +276,8 @@ def _usual_ways(tiles: Configs, device: Device) -> _Ways:
     return _ways(tiles, np.broadcast_to(SPLITS, (len(tiles), len(SPLITS))), device)
 
 
-def _divided(problem: Problem, whole: Configs, k_blocks: np.ndarray) -> tuple[Configs, np.ndarray]:
-    """Returns configs, each followed by the ways to divide its tiles' contraction among as many CTAs as SMs, about.
-
-    They are some rows of a table.
-    """
+def _divided(problem: Problem, whole: Configs, k_blocks: np.ndarray) -> tuple[_Ways, np.ndarray]:
+    """Returns ways to divide the contraction of tiles among as many CTAs as SMs, about: all, and which of them."""
     rows, columns = problem.tiles(*cluster_tile(whole))
     device, deep = problem.device, k_blocks >= 2 * LEAST_K_BLOCKS
     tiles, sms = rows * columns * problem.results, device.sms // whole.cluster
@@ -296,9 +300,7 @@ def _divided(problem: Problem, whole: Configs, k_blocks: np.ndarray) -> tuple[Co
     above = np.concatenate([none, none, none, most // 2, most // 16])
     up_to = np.concatenate([none + 1, streams, parts, most * (most >= least), most // 8])
     above, up_to = above[ways.place], up_to[ways.place]
-    return ways.configs, np.flatnonzero(
-        (above < ways.number) & (ways.number <= up_to) & (tiles[ways.tile] <= ways.clusters)
-    )
+    return ways, np.flatnonzero((above < ways.number) & (ways.number <= up_to) & (tiles[ways.tile] <= ways.clusters))
 
 
 def _stages(facts: Facts, tile: Footprint, bk: Any, k: int) -> Any:

@@ -139,34 +139,34 @@ def prices(
     problem: Problem,
     of: Phases | None,
     weights: tuple[Prepared, ...],
-    tables: Sequence[tuple[Configs, np.ndarray]],
+    sides: Sequence[Some],
     asked: Problem,
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, cost.Factors]:
-    """Returns which of some rows of each table of configs can serve, told as `_resolve` is, and `cost.of_columns`."""
+    """Returns which of the configs of each side can serve, told as `_resolve` is, and `cost.of_columns` of these."""
     found, kernels, fixed = [], [], []
-    for configs, rows in tables:
-        if problem.a.dtype == operands.C64:
-            rows = rows[(configs.splits[rows] == 1) & ~configs.stream_k[rows]]
-        own = []
+    for shipped in sides:
+        whole, own = shipped.splits == 1, []
+        facts_of_all = facts_of(problem, shipped.swap, of is not None)
         for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
-            bare = windows.in_parts(problem, 1 + divided)
-            some = rows[(configs.splits[rows] > 1) == divided]
+            some = np.flatnonzero(whole != divided)
+            if problem.a.dtype == operands.C64:
+                some = some[(not divided) & ~shipped.stream_k[some]]
             if not len(some):
                 continue
-            limits = _limits(kind_of(problem), of, configs, bare)
-            some = some[~limits.refused[some]]
-            facts = facts_of(problem, configs.swap, of is not None)
-            given, facts = (problem.bare, facts.bare) if bare else (problem, facts)
+            bare = windows.in_parts(problem, 1 + divided)
+            limits = _limits(kind_of(problem), of, shipped.table, bare)
+            some = some[~limits.refused[shipped.at[some]]]
+            given, facts = (problem.bare, facts_of_all.bare) if bare else (problem, facts_of_all)
             if not _is_small(facts, of):
-                some = some[~_pass_32_bits(facts, Some(configs, some), of)]
+                some = some[~_pass_32_bits(facts, shipped.take(some), of)]
             if len(some):
-                config, sums = Some(configs, some), Taken(limits.record.sums, some)
-                alike = {"problem": given, "asked": asked, "multiplied": facts.problem, "phases": of, "sums": sums}
-                alike["prepared"] = *weights, *facts.prepared
-                kernels.append(_Some(limits.record, some, **alike, config=config, **_sized(facts, config, of)))
-                fixed.append(limits.fixed and limits.fixed.take(some))
+                config = shipped.take(some)
+                alike = {"problem": given, "asked": asked, "multiplied": facts.problem, "phases": of, "config": config}
+                alike |= {"prepared": (*weights, *facts.prepared), "sums": Taken(limits.record.sums, config.at)}
+                kernels.append(_Some(limits.record, config.at, **alike, **_sized(facts, config, of)))
+                fixed.append(limits.fixed and limits.fixed.take(config.at))
                 own.append(some)
-        found.append(np.concatenate(own) if own else rows[:0])
+        found.append(np.concatenate(own) if own else np.empty(0, int))
     if not kernels:
         return found, np.empty(0), np.empty(0), np.ones_like
     us, l2_us, factors = cost.of_columns(kernels, fixed, problem.device)
