@@ -112,10 +112,10 @@ class Problem(Work):
 
     @functools.cached_property
     def _hash(self) -> int:  # asked for with every config, and an epilogue may be long
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+        return hash(tuple(self.__getstate__().values()))
 
     def __getstate__(self) -> dict[str, object]:  # hashes differ from process to process
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
     @classmethod
     def of(
@@ -230,7 +230,13 @@ class Problem(Work):
     @functools.cached_property
     def bare(self) -> Problem:
         """These products without an epilogue, in the accumulators' dtype."""
-        return dataclasses.replace(self, epilogue=_sums(self.products, self.accumulator), in_place=(), order=())
+        return self.derived(epilogue=_sums(self.products, self.accumulator), in_place=(), order=())
+
+    def derived(self, **fields: Any) -> Problem:
+        """Returns the problem with other fields, which need no check."""
+        found = object.__new__(Problem)
+        found.__dict__.update(self.__getstate__(), **fields)
+        return found
 
     def on(self, device: Device) -> Problem:
         """Returns the same problem on another device."""
@@ -398,4 +404,4 @@ class Problem(Work):
 def _sums(products: int, accumulator: np.dtype) -> Epilogue:
     """Returns the epilogue that stores products as they are added up."""
     nodes = tuple(Node("acc", (), accumulator.name, (i,)) for i in range(products))
-    return Epilogue(products, (), nodes, tuple(Output(i, accumulator.name) for i in range(products)))
+    return Epilogue(products, (), nodes, tuple(Output(i, accumulator.name) for i in range(products))).primal

@@ -197,8 +197,8 @@ def of_columns(
     costs = dense_cost.costs(features, CONSTANTS)
     if not residual.serves(kernels[0], device):
         return costs.whole, 0 * costs.whole, np.ones_like
-    counts, products = [x.columns.shape[1] for x in dense], zip(*map(residual.product, kernels), strict=True)
-    product = residual.Product(*(dense_cost.spread(x, counts) for x in products))
+    counts = [x.columns.shape[1] for x in dense]
+    product = residual.Product(*dense_cost.spread([*map(residual.product, kernels)], counts))
     values = residual.values(product, features, costs)
     return costs.whole, costs.l2, lambda rows: residual.factors(values[:, rows])
 

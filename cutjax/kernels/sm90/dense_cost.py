@@ -158,18 +158,21 @@ def joined(kernels: Sequence[Resolved], fixed: Sequence[Fixed], device: Device) 
     found |= {name: x for name, x in fixed[0].same.items() if all(other.same.get(name) == x for other in fixed)}
     both = [_of_both(kernel) for kernel in kernels]
     found |= {name: np.concatenate([x[name] for x in both], dtype=float) for name in both[0]}
-    return Features(**found, **{name: spread([x[name] for x in problems], counts) for name in problems[0]})
+    of_problems = spread([tuple(x.values()) for x in problems], counts)
+    return Features(**found, **dict(zip(problems[0], of_problems, strict=True)))
 
 
-def spread(numbers: Sequence[float], counts: Sequence[int]) -> Any:
-    """Returns a column with so many of each number; the number itself where all are equal."""
-    return float(numbers[0]) if len(set(numbers)) == 1 else np.repeat(np.array(numbers, float), counts)
+def spread(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[Any]:
+    """Returns a column of each place, with so many of each row's number; the number itself where all are equal."""
+    table = np.array(rows, float).T
+    columns, alike = np.repeat(table, counts, axis=1), (table == table[:, :1]).all(axis=1)
+    return [float(row[0]) if same else column for row, column, same in zip(table, columns, alike.tolist(), strict=True)]
 
 
 def _of_both(kernel: Resolved) -> dict[str, Any]:
     """Returns those features that depend on a config and on sizes."""
     c = kernel.config
-    items = kernel.rows * _columns(kernel) * kernel.multiplied.batch_size * c.splits * kernel.matrices
+    items = kernel.rows * _columns(kernel) * (kernel.multiplied.batch_size * kernel.matrices) * c.splits
     return {"items": items, "k_blocks": ceil(kernel.k_blocks / c.parts), "splits": c.splits}
 
 
@@ -210,8 +213,10 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
 
 def _columns(kernel: Resolved) -> Any:
     """Returns the tiles along n; of groups those of all, the last of each being half full."""
-    groups, width = kernel.multiplied.groups_along("n"), kernel.config.bn * kernel.config.cluster_n
-    return groups * maximum(1.0, kernel.multiplied.n / groups / width + 0.5) if groups > 1 else kernel.columns
+    if (groups := kernel.multiplied.groups_along("n")) == 1:
+        return kernel.columns
+    width = kernel.config.bn * kernel.config.cluster_n
+    return groups * maximum(1.0, kernel.multiplied.n / groups / width + 0.5)
 
 
 def _of_kernel(kernel: Resolved, device: Device) -> dict[str, Any]:

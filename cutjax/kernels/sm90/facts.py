@@ -206,7 +206,7 @@ def kind_of(problem: Problem) -> Problem:
     groups = problem.groups and dataclasses.replace(problem.groups, count=1, batch=few(problem.groups.batch))
     n = math.gcd(problem.n, 16)
     sizes = {"m": n if problem.symmetric else 2 - problem.m % 2, "n": n, "k": 64, "batch": few(problem.batch)}
-    return _same(dataclasses.replace(problem, **sizes, a=a, bs=tuple(bs), groups=groups))
+    return _same(problem.derived(**sizes, a=a, bs=tuple(bs), groups=groups))
 
 
 @functools.lru_cache(maxsize=256)
