@@ -48,6 +48,11 @@ def hypot(x: Any, y: Any) -> Any:
     return np.hypot(x, y) if isinstance(x, np.ndarray) else math.hypot(x, y)
 
 
+def some(x: Any) -> bool:
+    """True if a number, or one of a column, is other than 0."""
+    return bool(x.any() if isinstance(x, np.ndarray) else x)
+
+
 def floats(x: Any) -> Any:
     """Returns a number as it is, or a column in float64."""
     return x.astype(float) if isinstance(x, np.ndarray) else x

@@ -130,7 +130,8 @@ def _groups(found: Sequence[Offer], times: Sequence[np.ndarray], unmeasured: boo
     if not unmeasured:
         us[np.concatenate([np.empty(0, bool), *(offer.prices.new for offer in found)])] = np.inf
     firsts = np.cumsum([0, *map(len, times)])
-    order = np.argsort(us, kind="stable")[: np.count_nonzero(us < np.inf)]
+    finite = np.flatnonzero(us < np.inf)
+    order = finite[np.argsort(us[finite], kind="stable")]
     apart = np.flatnonzero(us[order][1:] > us[order][:-1] * (1 + SAME)) + 1
     for first, last in itertools.pairwise([0, *apart.tolist(), len(order)] if len(order) else []):
         rows = np.sort(order[first:last])

@@ -44,6 +44,8 @@ def key(problem: Problem) -> str:
     return _text(found)
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), default=int).encode
+
 # Of the fields of a problem.
 _DEFAULTS = {"layout": "nn", "groups": 0, "ragged": "", "leading": False, "symmetric": False, "math": ""}
 _DEFAULTS |= dict.fromkeys(("a_dtype", "b_dtype", "out_dtype"), "bfloat16")
@@ -55,7 +57,7 @@ def _text(found: dict[str, Any]) -> str:
         return name in _DEFAULTS and _DEFAULTS[name] == (list(x) if isinstance(x, tuple) else x)
 
     said = {name: x for name, x in found.items() if not is_default(name, x)}
-    return json.dumps(said, separators=(",", ":"), default=int)
+    return _encode(said)
 
 
 def recorded(text: str) -> str:

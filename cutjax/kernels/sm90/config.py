@@ -113,12 +113,12 @@ class Sizes:
         group = where(buffers == 2, most, 1)
         return Sums(columns, buffers, buffers * accumulators // parts, group)
 
-    @property
+    @functools.cached_property
     def cluster(self) -> Any:
         """CTAs of a cluster."""
         return self.cluster_m * self.cluster_n * self.cluster_k
 
-    @property
+    @functools.cached_property
     def parts(self) -> Any:
         """Ranges that the contraction of a tile is cut into."""
         return self.cluster_k * self.splits

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cutjax.kernels import staging
-from cutjax.kernels.columns import ceil, each, maximum
+from cutjax.kernels.columns import ceil, each, maximum, some
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
@@ -148,7 +148,7 @@ class Fixed:
 
     def take(self, rows: np.ndarray) -> Fixed:
         """Returns those of some of them."""
-        return dataclasses.replace(self, columns=self.columns[:, rows])
+        return Fixed(self.names, self.same, self.columns[:, rows])
 
 
 def joined(kernels: Sequence[Resolved], fixed: Sequence[Fixed], device: Device) -> Features:
@@ -327,14 +327,14 @@ def costs(f: Features, c: Constants) -> Costs:
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
     slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) * (f.steps == 0) + c.narrow * (f.b_short > 0)
     slower = slower + c.multicast * (1 - f.promoted) * f.multicasts
-    if np.any(f.promoted):
+    if some(f.promoted):
         slower = slower + c.promoted * f.promoted + c.reread * (f.sum_parts - 1) * f.promoted * (1 - f.scaled)
     # Written, and read: b once for each 64 rows of a.
     operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2
     multiply = sharing * (
         c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block + c.scaled * f.scaled
     )
-    if np.any(f.steps) or np.any(f.change):
+    if some(f.steps) or some(f.change):
         fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
         decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
         decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change

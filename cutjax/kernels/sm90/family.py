@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -152,7 +153,7 @@ def _least_l2(us: np.ndarray, l2_us: np.ndarray) -> np.ndarray:
 
 def _made(facts: Facts, shipped: Some, row: int) -> Config:
     fields, p = shipped.fields(row), facts.problem
-    return _config(**fields, raster=_raster(p, _config(**fields)), evict_first=_streamed(p))
+    return _config(**fields, raster=_raster(p, types.SimpleNamespace(**fields)), evict_first=_streamed(p))
 
 
 @functools.lru_cache(maxsize=16)
@@ -281,7 +282,8 @@ def _divided(problem: Problem, whole: Configs, k_blocks: np.ndarray) -> tuple[_W
     rows, columns = problem.tiles(*cluster_tile(whole))
     device, deep = problem.device, k_blocks >= 2 * LEAST_K_BLOCKS
     tiles, sms = rows * columns * problem.results, device.sms // whole.cluster
-    k_blocks = -(-k_blocks // problem.groups_along("k"))
+    if (groups := problem.groups_along("k")) > 1:
+        k_blocks = -(-k_blocks // groups)
     waves = tiles / sms
     idle = 1 - waves / ceil(waves)  # of all SMs' time, in the last wave
     streams = deep & (idle > LEAST_IDLE) & (waves > 0.3) & (k_blocks >= 16)
@@ -326,7 +328,7 @@ def _streamed(problem: Problem) -> str:
     return "".join(name for name in STREAMED if passes[name])
 
 
-def _raster(problem: Problem, config: Config) -> int:
+def _raster(problem: Problem, config: Any) -> int:
     """Returns the width of a band of cluster tiles; narrow where bands end at the diagonal, having fewer columns."""
     height, width = cluster_tile(config)
     rows, _ = problem.tiles(height, width)

@@ -14,7 +14,7 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.kernels import base, sums
 from cutjax.kernels import reasons as shared
-from cutjax.kernels.columns import Taken, maximum, minimum, where
+from cutjax.kernels.columns import Taken, maximum, minimum, some, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
@@ -145,27 +145,28 @@ def prices(
     """Returns which of the configs of each side can serve, told as `_resolve` is, and `cost.of_columns` of these."""
     found, kernels, fixed = [], [], []
     for shipped in sides:
-        whole, own = shipped.splits == 1, []
-        facts_of_all = facts_of(problem, shipped.swap, of is not None)
+        facts, whole, own = facts_of(problem, shipped.swap, of is not None), shipped.splits == 1, []
+        small = _is_small(facts, of)
         for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
-            some = np.flatnonzero(whole != divided)
+            rows = np.flatnonzero(whole != divided)
             if problem.a.dtype == operands.C64:
-                some = some[(not divided) & ~shipped.stream_k[some]]
-            if not len(some):
+                rows = rows[(not divided) & ~shipped.stream_k[rows]]
+            if not len(rows):
                 continue
             bare = windows.in_parts(problem, 1 + divided)
+            given, of_given = (problem.bare, facts.bare) if bare else (problem, facts)
             limits = _limits(kind_of(problem), of, shipped.table, bare)
-            some = some[~limits.refused[shipped.at[some]]]
-            given, facts = (problem.bare, facts_of_all.bare) if bare else (problem, facts_of_all)
-            if not _is_small(facts, of):
-                some = some[~_pass_32_bits(facts, shipped.take(some), of)]
-            if len(some):
-                config = shipped.take(some)
-                alike = {"problem": given, "asked": asked, "multiplied": facts.problem, "phases": of, "config": config}
-                alike |= {"prepared": (*weights, *facts.prepared), "sums": Taken(limits.record.sums, config.at)}
-                kernels.append(_Some(limits.record, config.at, **alike, **_sized(facts, config, of)))
+            rows = rows[~limits.refused[shipped.at[rows]]]
+            if not small:
+                rows = rows[~_pass_32_bits(of_given, shipped.take(rows), of)]
+            if len(rows):
+                config = shipped.take(rows)
+                alike = {"problem": given, "asked": asked, "multiplied": of_given.problem, "phases": of}
+                alike |= {"config": config, "sums": Taken(limits.record.sums, config.at)}
+                alike["prepared"] = *weights, *of_given.prepared
+                kernels.append(_Some(limits.record, config.at, **alike, **_sized(of_given, config, of)))
                 fixed.append(limits.fixed and limits.fixed.take(config.at))
-                own.append(some)
+                own.append(rows)
         found.append(np.concatenate(own) if own else np.empty(0, int))
     if not kernels:
         return found, np.empty(0), np.empty(0), np.ones_like
@@ -281,7 +282,7 @@ def _checks(
             config.bk == 128,
             lambda: "bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64",
         )
-    if np.any(config.sliced):
+    if some(config.sliced):
         yield (
             config.sliced & (not operands.in_halves(problem.a, problem.bs[0])),
             lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
