@@ -270,7 +270,7 @@ class Problem(Work):
         order = tuple(places.get(axis, axis) for axis in self.order)
         a, bs, epilogue = self.bs[0], (self.a,) * self.products, self.epilogue.transposed
         of = {"groups": self.groups and self.groups.transposed, "turned": not self.turned}
-        return dataclasses.replace(self, m=self.n, n=self.m, a=a, bs=bs, epilogue=epilogue, order=order, **of)
+        return self.derived(m=self.n, n=self.m, a=a, bs=bs, epilogue=epilogue.primal, order=order, **of)
 
     def tiles(self, height: Any, width: Any) -> tuple[Any, Any]:
         """Returns the tiles of that size along m and n, of an average group along what groups divide."""
