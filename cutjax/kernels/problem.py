@@ -12,7 +12,7 @@ import numpy as np
 
 from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
-from cutjax.epilogue.expression import Epilogue, Node, Output, identity
+from cutjax.epilogue.expression import Epilogue, identity
 from cutjax.kernels.columns import each, minimum
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.joined import Joined
@@ -230,12 +230,12 @@ class Problem(Work):
     @functools.cached_property
     def bare(self) -> Problem:
         """These products without an epilogue, in the accumulators' dtype."""
-        return self.derived(epilogue=_sums(self.products, self.accumulator), in_place=(), order=())
+        epilogue = identity(self.accumulator, self.accumulator, self.products).primal
+        return self.derived(epilogue=epilogue, in_place=(), order=())
 
     def derived(self, **fields: Any) -> Problem:
         """Returns the problem with other fields, which need no check."""
-        found = object.__new__(Problem)
-        found.__dict__.update(self.__getstate__(), **fields)
+        (found := object.__new__(Problem)).__dict__.update(self.__getstate__(), **fields)
         return found
 
     def on(self, device: Device) -> Problem:
@@ -265,12 +265,11 @@ class Problem(Work):
         """
         if self.symmetric:
             raise ValueError(f"Problem: {self} is its own transpose")
-        rank = len(self.batch)
-        places = {rank: rank + 1, rank + 1: rank}
+        places = {(rank := len(self.batch)): rank + 1, rank + 1: rank}
         order = tuple(places.get(axis, axis) for axis in self.order)
-        a, bs, epilogue = self.bs[0], (self.a,) * self.products, self.epilogue.transposed
+        sides = {"m": self.n, "n": self.m, "a": self.bs[0], "bs": (self.a,) * self.products, "order": order}
         of = {"groups": self.groups and self.groups.transposed, "turned": not self.turned}
-        return self.derived(m=self.n, n=self.m, a=a, bs=bs, epilogue=epilogue.primal, order=order, **of)
+        return self.derived(**sides, **of, epilogue=self.epilogue.transposed.primal)
 
     def tiles(self, height: Any, width: Any) -> tuple[Any, Any]:
         """Returns the tiles of that size along m and n, of an average group along what groups divide."""
@@ -398,10 +397,3 @@ class Problem(Work):
         strided = f", {' and '.join(named)} by strides" if named else ""
         views = "".join(x.text(name) for name, x in (("a", self.a), ("b", self.bs[0])))
         return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}{views}"
-
-
-@functools.cache
-def _sums(products: int, accumulator: np.dtype) -> Epilogue:
-    """Returns the epilogue that stores products as they are added up."""
-    nodes = tuple(Node("acc", (), accumulator.name, (i,)) for i in range(products))
-    return Epilogue(products, (), nodes, tuple(Output(i, accumulator.name) for i in range(products))).primal

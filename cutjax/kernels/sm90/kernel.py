@@ -142,7 +142,7 @@ def prices(
     sides: Sequence[Some],
     asked: Problem,
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, cost.Factors]:
-    """Returns which of the configs of each side can serve, told as `_resolve` is, and `cost.of_columns` of these."""
+    """Returns which configs of each side can serve, told as `_resolve` is, and `cost.of_columns` of these."""
     found, kernels, fixed = [], [], []
     for shipped in sides:
         facts, whole, own = facts_of(problem, shipped.swap, of is not None), shipped.splits == 1, []
@@ -158,7 +158,7 @@ def prices(
             limits = _limits(kind_of(problem), of, shipped.table, bare)
             rows = rows[~limits.refused[shipped.at[rows]]]
             if not small:
-                rows = rows[~_pass_32_bits(of_given, shipped.take(rows), of)]
+                rows = rows[~shared.pass_32_bits(_counters(of_given, shipped.take(rows), of))]
             if len(rows):
                 config = shipped.take(rows)
                 alike = {"problem": given, "asked": asked, "multiplied": of_given.problem, "phases": of}
@@ -199,14 +199,10 @@ def _limits(kind: Problem, of: Phases | None, configs: Configs, bare: bool) -> _
     return _Limits(record, np.broadcast_to(refused, len(configs)), fixed)
 
 
-def _pass_32_bits(facts: Facts, config: Sizes, of: Phases | None) -> Any:
-    return shared.pass_32_bits(_counters(facts, config, _sized(facts, config, of)["tiles"]))
-
-
 def _is_small(facts: Facts, of: Phases | None) -> bool:
     """True of a problem so small that no config's counters are near to what 32 bits hold."""
-    counters = _counters(facts, _MOST_COUNTED, _sized(facts, _MOST_COUNTED, of)["tiles"])
-    return facts.problem.k < 1 << 24 and max(counters.values()) < 1 << 29
+    most = _counters(facts, _MOST_COUNTED, of)
+    return facts.problem.k < 1 << 24 and max(most.values()) < 1 << 29
 
 
 _MOST_COUNTED = Config(bm=64, bn=8, cluster_k=8, splits=128)
@@ -324,7 +320,7 @@ def _checks(
     )
     if not config.swap:
         yield tile.chunk * facts.staging.narrowest < 32, lambda: _short_rows(facts, config, tile)
-    counters = _counters(facts, config, _sized(facts, config, of)["tiles"])
+    counters = _counters(facts, config, of)
     yield shared.pass_32_bits(counters), lambda: shared.of_counters(counters, ", in whole tiles")[0]
 
 
@@ -376,9 +372,9 @@ def _sized(facts: Facts, config: Sizes, of: Phases | None) -> dict[str, Any]:
     return {"tiles": tiles * (of.count if of else 1), "rows": rows, "columns": columns}
 
 
-def _counters(facts: Facts, config: Sizes, tiles: Any) -> dict[str, Any]:
+def _counters(facts: Facts, config: Sizes, of: Phases | None) -> dict[str, Any]:
     """Returns the most that a kernel counts in 32 bits, by name."""
-    p, depth = facts.problem, config.depth(facts.problem)
+    p, depth, tiles = facts.problem, config.depth(facts.problem), _sized(facts, config, of)["tiles"]
     # Of the tiles that are computed in parts, two waves at most.
     of_waves = minimum(tiles, 4 * p.device.sms) * (sums.blocks(p, depth) + 1)
     more = {"k_blocks_of_two_waves": where(config.stream_k, of_waves, 0)}
