@@ -147,7 +147,7 @@ class Fixed:
         return cls(tuple(found), {name: float(x) for name, x in found.items() if np.ndim(x) == 0}, columns)
 
     def take(self, rows: np.ndarray) -> Fixed:
-        """Returns those of some of them."""
+        """Returns the features of some kernels."""
         return Fixed(self.names, self.same, self.columns[:, rows])
 
 
@@ -170,14 +170,14 @@ def spread(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[Any]:
 
 
 def _of_both(kernel: Resolved) -> dict[str, Any]:
-    """Returns those features that depend on a config and on sizes."""
+    """Returns the features that depend on a config and on sizes."""
     c = kernel.config
     items = kernel.rows * _columns(kernel) * (kernel.multiplied.batch_size * kernel.matrices) * c.splits
     return {"items": items, "k_blocks": ceil(kernel.k_blocks / c.parts), "splits": c.splits}
 
 
 def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
-    """Returns those that do not depend on sizes."""
+    """Returns the features that do not depend on sizes."""
     p, c = kernel.multiplied, kernel.config
     (of_a, of_b), b = p.beside, p.bs[0]
     return {
@@ -220,7 +220,7 @@ def _columns(kernel: Resolved) -> Any:
 
 
 def _of_kernel(kernel: Resolved, device: Device) -> dict[str, Any]:
-    """Returns those that all kernels of a problem have in common."""
+    """Returns the features that all kernels of a problem have in common."""
     p = kernel.multiplied
     return _of_problem(
         kernel.asked, kernel.problem, p, kernel.stored, kernel.way, kernel.staging, kernel.prepared, device
@@ -238,7 +238,7 @@ def _of_problem(
     prepared: tuple[Prepared, ...],
     device: Device,
 ) -> dict[str, Any]:
-    """Returns them, told what of a kernel they depend on: some are predicted one by one."""
+    """Returns the features that all kernels of a problem have in common, told what of a kernel they depend on."""
 
     def off(i: int, rows: int) -> bool:
         operands = ((of, (of.a, *of.bs)[i]) for of in summands(multiplied))

@@ -54,7 +54,7 @@ class Facts:
 
     @functools.cached_property
     def bare(self) -> Facts:
-        """Those of the products without their epilogue, in the accumulators' dtype."""
+        """The facts of the products without their epilogue, in the accumulators' dtype."""
         problem, of = self.problem.bare, self.staging
         staging = plan_staging(problem.epilogue, problem.symmetric, of.swap, of.pitch, of.even, pixels=of.pixels)
         return dataclasses.replace(self, problem=problem, staging=staging, heavy=False, reasons=())

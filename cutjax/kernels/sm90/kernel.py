@@ -142,7 +142,7 @@ def prices(
     sides: Sequence[Some],
     asked: Problem,
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, cost.Factors]:
-    """Returns which configs of each side can serve, told as `_resolve` is, and `cost.of_columns` of these."""
+    """Returns the configs of each side that can serve, told as `_resolve` is, and `cost.of_columns` of these."""
     found, kernels, fixed = [], [], []
     for shipped in sides:
         facts, whole, own = facts_of(problem, shipped.swap, of is not None), shipped.splits == 1, []
@@ -181,7 +181,7 @@ class _Some(Taken, Resolved):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Limits:
-    """What of many configs does not depend on the sizes of a problem: one record of all, and which cannot serve."""
+    """The part of many configs that does not depend on sizes: one record of all, and which of them cannot serve."""
 
     record: Resolved
     refused: np.ndarray

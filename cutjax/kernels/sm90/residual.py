@@ -82,7 +82,7 @@ def serves(kernel: Resolved, device: Device) -> bool:
 
 
 class Product(NamedTuple):
-    """What the network reads of a product, as it is multiplied.
+    """The numbers that the network reads of a product, as it is multiplied.
 
     Attributes:
       m, n, k, batch: its sizes.
@@ -100,7 +100,7 @@ class Product(NamedTuple):
 
 
 def product(kernel: Resolved) -> Product:
-    """Returns that of a kernel."""
+    """Returns the numbers of a kernel's product."""
     p = kernel.multiplied
     asked = p.m * p.n * p.batch_size * p.products
     return Product(p.m, p.n, p.k, p.batch_size, asked, p.a.contiguous == "k", p.bs[0].contiguous == "k")
@@ -117,7 +117,7 @@ def _logged(x: np.ndarray) -> np.ndarray:
 
 
 def values(p: Product, f: Features, t: Costs) -> np.ndarray:
-    """Returns them as they are before logarithms are taken, of the first so many."""
+    """Returns the inputs before logarithms are taken, of the first so many."""
     us = t.whole
     logarithms = (
         us,
