@@ -51,10 +51,19 @@ def kinds() -> dict[str, Callable[[random.Random], cutjax.Problem]]:
         b, epilogue = Operand(np.dtype(np.int8), "mn"), identity(half, np.dtype(np.float32))
         return cutjax.Problem(*sizes(draw), Operand(half), (b,), epilogue=epilogue)
 
+    def batched(draw: random.Random) -> cutjax.Problem:
+        batch = dict.fromkeys(("batch", "a_batch", "b_batch"), (draw.randint(2, 64),))
+        m, n, k = 8 * draw.randint(8, 256), 8 * draw.randint(8, 256), 64 * draw.randint(1, 16)
+        return of(m, n, k, draw.choice(LAYOUTS), **batch)
+
+    f8 = np.dtype(jnp.float8_e4m3fn)
     return {
         "dense": lambda draw: of(*sizes(draw), draw.choice(LAYOUTS)),
+        "batched": batched,
         "bias and gelu": lambda draw: of(*sizes(draw), draw.choice(LAYOUTS), epilogue=gelu),
         "groups of rows": lambda draw: of(*sizes(draw), "nn", groups=8, ragged="m"),
+        "groups of k": lambda draw: of(*sizes(draw), "tn", groups=8, ragged="k"),
+        "float8": lambda draw: of(*sizes(draw), "nt", f8, f8, half),
         "weights of int8": weights,
         "dense, sm_80": lambda draw: of(*sizes(draw), draw.choice(LAYOUTS), arch="sm_80"),
     }

@@ -98,7 +98,7 @@ def samples(rows: fit.Rows) -> Samples:
     for kernel, device in zip(rows.kernels, rows.devices, strict=True):
         features = dense_cost.features(kernel, device)
         costs = dense_cost.costs(features, CONSTANTS)
-        inputs.append(residual.inputs(kernel, features, costs)[:, 0])
+        inputs.append(residual.inputs(residual.product(kernel), features, costs)[:, 0])
         formula.append(costs.whole)
     return Samples(np.array(inputs), np.array(formula), rows.us, rows.product)
 

@@ -48,6 +48,11 @@ def hypot(x: Any, y: Any) -> Any:
     return np.hypot(x, y) if isinstance(x, np.ndarray) else math.hypot(x, y)
 
 
+def some(x: Any) -> bool:
+    """True if a number, or one of a column, is other than 0."""
+    return bool(x.any() if isinstance(x, np.ndarray) else x)
+
+
 def floats(x: Any) -> Any:
     """Returns a number as it is, or a column in float64."""
     return x.astype(float) if isinstance(x, np.ndarray) else x
@@ -65,3 +70,16 @@ def each(function: Callable[..., Any], *numbers: Any) -> Any:
     rows = list(zip(*(x.tolist() if isinstance(x, np.ndarray) else itertools.repeat(x) for x in numbers), strict=False))
     found = {row: function(*row) for row in dict.fromkeys(rows)}
     return np.array([found[row] for row in rows])
+
+
+class Taken:
+    """Some rows of a record of columns, which are taken as they are asked for."""
+
+    def __init__(self, record: Any, rows: np.ndarray, /, **others: Any):
+        """Takes rows of all columns but the others, which are given."""
+        self.__dict__.update(others, _record=record, _rows=rows)
+
+    def __getattr__(self, name: str) -> Any:
+        x = getattr(self._record, name)
+        self.__dict__[name] = x = x[self._rows] if isinstance(x, np.ndarray) else x
+        return x

@@ -78,7 +78,7 @@ class Offer:
     @property
     def serves(self) -> bool:
         """True if some kernel can be launched: that of the fastest, or of the first, which is told least."""
-        us = self.prices.ranked_us
+        us = self.prices.near_us
         return any(self.kernel(i)[1] for i in ([int(us.argmin()), 0] if len(us) else ()))
 
     def time_us(self, i: int) -> float:
@@ -115,19 +115,29 @@ def ranked(problem: Problem, unmeasured: bool = False) -> Iterator[tuple[Offer, 
     In columns the last bit of a time depends on the processor, so those that are as good as equal are priced again, one
     by one: of equal ones the first is taken, everywhere.
     """
-    if not (found := offers(problem)):
-        return
-    us = np.concatenate([offer.prices.ranked_us for offer in found])
+    found = offers(problem)
+    yield from next(_groups(found, [offer.prices.near_us for offer in found], unmeasured), ())
+    for group in itertools.islice(_groups(found, [offer.prices.ranked_us for offer in found], unmeasured), 1, None):
+        yield from group
+
+
+Places = list[tuple[Offer, int]]
+
+
+def _groups(found: Sequence[Offer], times: Sequence[np.ndarray], unmeasured: bool) -> Iterator[Places]:
+    """Yields those that are as good as equal, told the times by which each offer's are ranked, in their order."""
+    us = np.concatenate([np.empty(0), *times])
     if not unmeasured:
-        us[np.concatenate([offer.prices.new for offer in found])] = np.inf
-    firsts = np.cumsum([0, *(len(offer.prices.us) for offer in found)])
-    order = np.argsort(us, kind="stable")[: np.count_nonzero(us < np.inf)]
+        us[np.concatenate([np.empty(0, bool), *(offer.prices.new for offer in found)])] = np.inf
+    firsts = np.cumsum([0, *map(len, times)])
+    finite = np.flatnonzero(us < np.inf)
+    order = finite[np.argsort(us[finite], kind="stable")]
     apart = np.flatnonzero(us[order][1:] > us[order][:-1] * (1 + SAME)) + 1
-    for first, last in itertools.pairwise([0, *apart.tolist(), len(order)]):
+    for first, last in itertools.pairwise([0, *apart.tolist(), len(order)] if len(order) else []):
         rows = np.sort(order[first:last])
         of = np.searchsorted(firsts, rows, "right") - 1
         equal = [(found[i], row) for i, row in zip(of.tolist(), (rows - firsts[of]).tolist(), strict=True)]
-        yield from sorted(equal, key=lambda place: place[0].time_us(place[1])) if len(equal) > 1 else equal
+        yield sorted(equal, key=lambda place: place[0].time_us(place[1])) if len(equal) > 1 else equal
 
 
 Found = tuple[Kernel, float, int]  # its time, and how many serve the problem
@@ -152,7 +162,7 @@ def _fastest(problem: Problem) -> tuple[Found | None, Found | None]:
     measured = _priced(problem, False)
     new = any(bool(offer.prices.new.any()) for offer in offers(problem))
     any_ = _priced(problem, True) if new else measured
-    remembered.write(problem, *(x and _entry(*x) for x in (measured, any_)))
+    remembered.write(problem, lambda: tuple(x and _entry(*x) for x in (measured, any_)))
     return measured, any_
 
 

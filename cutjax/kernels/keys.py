@@ -41,8 +41,10 @@ def key(problem: Problem) -> str:
     operands = problem.a, *problem.bs
     if len(set(problem.bs)) > 1 or not all(operand.plain for operand in operands):
         found |= {"version": 2, "operands": list(map(_described, operands))}
-    return _text(json.loads(json.dumps(found, default=int)))
+    return _text(found)
 
+
+_encode = json.JSONEncoder(separators=(",", ":"), default=int).encode
 
 # Of the fields of a problem.
 _DEFAULTS = {"layout": "nn", "groups": 0, "ragged": "", "leading": False, "symmetric": False, "math": ""}
@@ -51,8 +53,11 @@ _DEFAULTS |= {name: [] for name in ("batch", "a_batch", "b_batch", "sizes_batch"
 
 
 def _text(found: dict[str, Any]) -> str:
-    said = {name: x for name, x in found.items() if name not in _DEFAULTS or x != _DEFAULTS[name]}
-    return json.dumps(said, separators=(",", ":"))
+    def is_default(name: str, x: Any) -> bool:
+        return name in _DEFAULTS and _DEFAULTS[name] == (list(x) if isinstance(x, tuple) else x)
+
+    said = {name: x for name, x in found.items() if not is_default(name, x)}
+    return _encode(said)
 
 
 def recorded(text: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
-from cutjax.epilogue.expression import Epilogue, Node, Output, identity
+from cutjax.epilogue.expression import Epilogue, identity
 from cutjax.kernels.columns import each, minimum
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.joined import Joined
@@ -112,10 +112,10 @@ class Problem(Work):
 
     @functools.cached_property
     def _hash(self) -> int:  # asked for with every config, and an epilogue may be long
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+        return hash(tuple(self.__getstate__().values()))
 
     def __getstate__(self) -> dict[str, object]:  # hashes differ from process to process
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
     @classmethod
     def of(
@@ -230,10 +230,13 @@ class Problem(Work):
     @functools.cached_property
     def bare(self) -> Problem:
         """These products without an epilogue, in the accumulators' dtype."""
-        acc = self.accumulator
-        nodes = tuple(Node("acc", (), acc.name, (i,)) for i in range(self.products))
-        outputs = tuple(Output(i, acc.name) for i in range(self.products))
-        return dataclasses.replace(self, epilogue=Epilogue(self.products, (), nodes, outputs), in_place=(), order=())
+        epilogue = identity(self.accumulator, self.accumulator, self.products).primal
+        return self.derived(epilogue=epilogue, in_place=(), order=())
+
+    def derived(self, **fields: Any) -> Problem:
+        """Returns the problem with other fields, which need no check."""
+        (found := object.__new__(Problem)).__dict__.update(self.__getstate__(), **fields)
+        return found
 
     def on(self, device: Device) -> Problem:
         """Returns the same problem on another device."""
@@ -262,12 +265,11 @@ class Problem(Work):
         """
         if self.symmetric:
             raise ValueError(f"Problem: {self} is its own transpose")
-        rank = len(self.batch)
-        places = {rank: rank + 1, rank + 1: rank}
+        places = {(rank := len(self.batch)): rank + 1, rank + 1: rank}
         order = tuple(places.get(axis, axis) for axis in self.order)
-        a, bs, epilogue = self.bs[0], (self.a,) * self.products, self.epilogue.transposed
+        sides = {"m": self.n, "n": self.m, "a": self.bs[0], "bs": (self.a,) * self.products, "order": order}
         of = {"groups": self.groups and self.groups.transposed, "turned": not self.turned}
-        return dataclasses.replace(self, m=self.n, n=self.m, a=a, bs=bs, epilogue=epilogue, order=order, **of)
+        return self.derived(**sides, **of, epilogue=self.epilogue.transposed.primal)
 
     def tiles(self, height: Any, width: Any) -> tuple[Any, Any]:
         """Returns the tiles of that size along m and n, of an average group along what groups divide."""

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from cutjax.kernels.keys import key
@@ -46,10 +47,10 @@ def read(problem: Problem) -> tuple[Entry | None, Entry | None] | None:
     return cache.read(_name(problem), _parsed) if cache else None
 
 
-def write(problem: Problem, measured: Entry | None, any_: Entry | None) -> None:
+def write(problem: Problem, fastest: Callable[[], tuple[Entry | None, ...]]) -> None:
     """Keeps the fastest kernel of those that have run on a device, and of all; None where there is none."""
     if ON and (cache := disk_cache.of_settings()):
-        fields = [entry and dataclasses.asdict(entry) for entry in (measured, any_)]
+        fields = [entry and dataclasses.asdict(entry) for entry in fastest()]
         cache.write(_name(problem), {"fastest": fields}, b"")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -20,6 +21,7 @@ from cutjax.kernels.device import reference
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.prices import one_by_one
 from cutjax.kernels.sm90 import cost, family, kernel
+from cutjax.kernels.sm90.facts import facts_of, kind_of
 
 BF16, F8, F32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32))
 
@@ -126,6 +128,39 @@ def test_prices_of_sizes_that_counters_hardly_hold(sizes):
     found, expected = family.prices(problem), one_by_one(problem, family.configs(problem), family.resolve)
     assert [found.config(i) for i in range(len(found.us))] == expected.rows()
     np.testing.assert_allclose(found.us, expected.us, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_facts_without_an_epilogue_are_those_of_the_bare_problem(kind):
+    for problem in problems(kind):
+        for swap in (False, True):
+            facts = facts_of(problem, swap)
+            if facts.reasons or problem.a.dtype == np.complex64:  # whose results are no sums of its own
+                continue
+            found, expected = facts.bare, facts_of(problem.bare, swap)
+            for field in dataclasses.fields(found):
+                if field.name != "reasons":
+                    assert getattr(found, field.name) == getattr(expected, field.name), field.name
+
+
+def test_problems_of_a_kind_share_a_table():
+    kinds = [kind_of(cutjax.Problem.of(m, 4096, k)) for m, k in ((128, 64), (4096, 8192))]
+    assert kinds[0] is kinds[1]
+    assert kind_of(cutjax.Problem.of(128, 4104, 64)) is not kinds[0]  # rows of other units
+    (windows,) = problems("images", 1)
+    assert kind_of(windows) == windows
+    tables = [family._shipped(cutjax.Problem.of(m, 4096, k))[0][1].table for m, k in ((1024, 2048), (4096, 8192))]
+    assert tables[0] is tables[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_can_be_the_first_is_near(kind):
+    for problem in problems(kind):
+        if not family.reasons(problem):
+            prices = family.prices(problem)
+            near = prices.near_us < np.inf
+            np.testing.assert_array_equal(prices.near_us[near], prices.ranked_us[near])
+            assert np.all(prices.ranked_us[~near] > prices.near_us.min(initial=np.inf))
 
 
 def test_a_config_of_narrow_operands_is_offered_once():

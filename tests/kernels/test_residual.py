@@ -23,7 +23,7 @@ def inputs(problem):
         resolved = kernel.resolve(problem, config)
         if isinstance(resolved, kernel.Kernel):
             features = dense_cost.features(resolved, problem.device)
-            found.append(residual.inputs(resolved, features, dense_cost.costs(features, CONSTANTS)))
+            found.append(residual.inputs(residual.product(resolved), features, dense_cost.costs(features, CONSTANTS)))
     return np.hstack(found)
 
 

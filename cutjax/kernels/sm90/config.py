@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -14,7 +15,7 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.columns import maximum, minimum, where
+from cutjax.kernels.columns import Taken, maximum, minimum, where
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
@@ -112,12 +113,12 @@ class Sizes:
         group = where(buffers == 2, most, 1)
         return Sums(columns, buffers, buffers * accumulators // parts, group)
 
-    @property
+    @functools.cached_property
     def cluster(self) -> Any:
         """CTAs of a cluster."""
         return self.cluster_m * self.cluster_n * self.cluster_k
 
-    @property
+    @functools.cached_property
     def parts(self) -> Any:
         """Ranges that the contraction of a tile is cut into."""
         return self.cluster_k * self.splits
@@ -312,7 +313,7 @@ class Config(Sizes):
 class Configs(Sizes):
     """Many configs: a column for each field that prices and limits read, but for what all have in common.
 
-    The order of tiles is none of these: a config has one when it is taken out.
+    The order of tiles is none of these, nor are splits: a config has them when it is taken out.
     """
 
     bm: np.ndarray
@@ -325,7 +326,7 @@ class Configs(Sizes):
     swap: bool
     stream_k: np.ndarray
     cluster_k: np.ndarray
-    splits: np.ndarray
+    splits: ClassVar[int] = 1
     raster: ClassVar[int] = 1
     sms: ClassVar[int] = 0
     evict_first: ClassVar[str] = ""
@@ -335,7 +336,7 @@ class Configs(Sizes):
         """Makes those of rows (bm, bn, bk, cluster_m, cluster_n, schedule), whose contraction is whole."""
         bm, bn, bk, cluster_m, cluster_n, schedule = map(np.array, zip(*rows, strict=True))
         one = np.ones_like(bm)
-        return cls(bm, bn, bk, 2 * one, cluster_m, cluster_n, schedule, swap, one > 1, one, one)
+        return cls(bm, bn, bk, 2 * one, cluster_m, cluster_n, schedule, swap, one > 1, one)
 
     def __len__(self) -> int:
         return len(self.bm)
@@ -345,15 +346,39 @@ class Configs(Sizes):
         names = (field.name for field in dataclasses.fields(self) if field.name not in ("swap", *columns))
         return Configs(**{name: getattr(self, name)[rows] for name in names}, **columns, swap=self.swap)
 
+    def deep(self, stages: np.ndarray) -> Configs:
+        """Returns the same with other stages, and all columns that follow from fields: none reads stages."""
+        found = copy.copy(self)
+        object.__setattr__(found, "stages", stages)
+        return found
+
+
+class Some(Taken, Sizes):
+    """Some configs: rows of a table, of which columns are taken as they are asked for, and the splits of each."""
+
+    _FIELDS = tuple(field.name for field in dataclasses.fields(Configs) if field.name != "swap")
+
+    def __init__(self, table: Configs, at: np.ndarray, splits: np.ndarray):
+        super().__init__(table, at, table=table, at=at, splits=splits)
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def take(self, rows: np.ndarray) -> Some:
+        """Returns some of them."""
+        return Some(self.table, self.at[rows], self.splits[rows])
+
     def rows(self, rows: np.ndarray) -> list[tuple[Any, ...]]:
-        """Returns the fields of some rows, as what tells their configs apart."""
-        columns = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "swap"]
-        return [(self.swap, *fields) for fields in zip(*(x[rows].tolist() for x in columns), strict=True)]
+        """Returns the fields of some of them, as what tells configs apart."""
+        columns = [getattr(self.table, name)[self.at[rows]] for name in self._FIELDS]
+        return [
+            (self.swap, *fields) for fields in zip(*(x.tolist() for x in (*columns, self.splits[rows])), strict=True)
+        ]
 
     def fields(self, row: int) -> dict[str, Any]:
         """Returns the fields of a config, but for the order of its tiles."""
-        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: x if name == "swap" else x[row].item() for name, x in columns.items()}
+        found = {name: getattr(self.table, name)[self.at[row]].item() for name in self._FIELDS}
+        return {**found, "swap": self.swap, "splits": self.splits[row].item()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from cutjax.kernels.columns import ceil, floats, hypot, log2, maximum, minimum, where
 from cutjax.kernels.device import Device
@@ -169,7 +172,43 @@ def times(kernel: Resolved, device: Device) -> tuple[Any, Any, Any]:
         return (us := predict(kernel, device)), us, 0 * us
     features = dense_cost.Features._make(map(floats, dense_cost.features(kernel, device)))  # converted once, for all
     costs = dense_cost.costs(features, CONSTANTS)
-    return costs.whole, costs.whole * residual.factor(kernel, features, costs), costs.l2
+    return costs.whole, costs.whole * residual.factor(residual.product(kernel), features, costs), costs.l2
+
+
+Factors = Callable[[np.ndarray], Any]  # of some rows
+
+
+def of_columns(
+    kernels: Sequence[Resolved], fixed: Sequence[dense_cost.Fixed | None], device: Device
+) -> tuple[np.ndarray, np.ndarray, Factors]:
+    """Returns the `times` of the kernels of several records, of one problem, of all: by factors, where corrected.
+
+    Args:
+      kernels: records of many kernels each.
+      fixed: what is known of each beside its problem; None where it is no dense product.
+      device: what they run on.
+
+    Returns:
+      Their times, what their bytes take through L2, and what makes the factors of some, by which they are ranked.
+    """
+    dense = [x for x in fixed if x]
+    if len(dense) < len(kernels):
+        us = np.concatenate([predict(kernel, device) for kernel in kernels])
+        return us, 0 * us, np.ones_like
+    features = dense_cost.joined(kernels, dense, device)
+    costs = dense_cost.costs(features, CONSTANTS)
+    if not residual.serves(kernels[0], device):
+        return costs.whole, 0 * costs.whole, np.ones_like
+    counts = [x.columns.shape[1] for x in dense]
+    product = residual.Product(*dense_cost.spread([*map(residual.product, kernels)], counts))
+    values = residual.values(product, features, costs)
+    return costs.whole, costs.l2, lambda rows: residual.factors(values[:, rows])
+
+
+def is_dense(kernel: Resolved) -> bool:
+    """True if all of a kernel's time is that of the model of dense products."""
+    p = kernel.multiplied
+    return not (p.groups or p.symmetric) and windows.view_of(kernel.asked) is None
 
 
 def _short_rows(kernel: Resolved) -> tuple[int, Any]:

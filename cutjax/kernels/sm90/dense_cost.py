@@ -6,13 +6,15 @@ Both take one kernel's numbers or columns of those of many, so that a choice is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cutjax.kernels import staging
-from cutjax.kernels.columns import ceil, each, maximum
+from cutjax.kernels.columns import ceil, each, maximum, some
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
@@ -119,48 +121,110 @@ PAIRLESS = 1.6
 
 def features(kernel: Resolved, device: Device) -> Features:
     """Returns the features of a kernel, or columns of those of many: the inputs of the model."""
+    return Features(**_of_kernel(kernel, device), **_of_both(kernel), **_of_config(kernel, device))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fixed:
+    """The features of many kernels that do not depend on the sizes of their problem.
+
+    Attributes:
+      same: those that all have in common.
+      columns: of all, [features, kernels], in the order of ``names``.
+    """
+
+    names: tuple[str, ...]
+    same: dict[str, float]
+    columns: np.ndarray
+
+    @classmethod
+    def of(cls, kernels: Resolved, device: Device) -> Fixed:
+        """Reads them of a record of many."""
+        found = _of_config(kernels, device)
+        columns = np.empty((len(found), len(kernels.config)))
+        for column, x in zip(columns, found.values(), strict=True):
+            column[:] = x
+        return cls(tuple(found), {name: float(x) for name, x in found.items() if np.ndim(x) == 0}, columns)
+
+    def take(self, rows: np.ndarray) -> Fixed:
+        """Returns the features of some kernels."""
+        return Fixed(self.names, self.same, self.columns[:, rows])
+
+
+def joined(kernels: Sequence[Resolved], fixed: Sequence[Fixed], device: Device) -> Features:
+    """Returns the features of the kernels of several records, one after the other, as columns of float64."""
+    counts, problems = [x.columns.shape[1] for x in fixed], [_of_kernel(kernel, device) for kernel in kernels]
+    found: dict[str, Any] = dict(zip(fixed[0].names, np.hstack([x.columns for x in fixed]), strict=True))
+    found |= {name: x for name, x in fixed[0].same.items() if all(other.same.get(name) == x for other in fixed)}
+    both = [_of_both(kernel) for kernel in kernels]
+    found |= {name: np.concatenate([x[name] for x in both], dtype=float) for name in both[0]}
+    of_problems = spread([tuple(x.values()) for x in problems], counts)
+    return Features(**found, **dict(zip(problems[0], of_problems, strict=True)))
+
+
+def spread(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[Any]:
+    """Returns a column of each place, with so many of each row's number; the number itself where all are equal."""
+    table = np.array(rows, float).T
+    columns, alike = np.repeat(table, counts, axis=1), (table == table[:, :1]).all(axis=1)
+    return [float(row[0]) if same else column for row, column, same in zip(table, columns, alike.tolist(), strict=True)]
+
+
+def _of_both(kernel: Resolved) -> dict[str, Any]:
+    """Returns the features that depend on a config and on sizes."""
+    c = kernel.config
+    items = kernel.rows * _columns(kernel) * (kernel.multiplied.batch_size * kernel.matrices) * c.splits
+    return {"items": items, "k_blocks": ceil(kernel.k_blocks / c.parts), "splits": c.splits}
+
+
+def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
+    """Returns the features that do not depend on sizes."""
     p, c = kernel.multiplied, kernel.config
-    (of_a, of_b), b, staged = p.beside, p.bs[0], kernel.staging
-    common = _of_problem(kernel.asked, kernel.problem, p, kernel.stored, kernel.way, staged, kernel.prepared, device)
-    return Features(
-        **common,
-        items=kernel.rows * _columns(kernel) * p.batch_size * c.splits * kernel.matrices,
-        in_flight=maximum(1, each(device.clusters_at_once, c.cluster) * kernel.blocks_per_sm),
-        resident=kernel.blocks_per_sm,
-        multicasts=c.cluster > c.cluster_k,
-        cluster=c.cluster,
-        cluster_m=c.cluster_m,
-        cluster_n=c.cluster_n,
-        cluster_k=c.cluster_k,
-        splits=c.splits,
-        stream=c.stream_k,
-        bm=c.bm * of_a,
-        bn=c.bn * of_b,
-        bk=c.bk,
-        stages=c.stages,
-        steps=c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
-        sliced=c.sliced,
-        promoted=kernel.way.each,
-        scaled=kernel.way.each and scales.scaled(p),
-        a_reads=kernel.sums.columns,
-        sum_parts=kernel.sums.columns * c.m_blocks,
-        change=prologue.change_us(c, p),
-        pingpong=1 - c.coop,
-        halves=c.coop & (c.consumers > 1),
-        k_blocks=ceil(kernel.k_blocks / c.parts),
-        stage_bytes=kernel.stage_bytes,
-        own=c.epilogue_columns / c.bn,
-        b_columns=c.loaded(b, of_b) * of_b,
-        b_short=128 // b.bytes(c.chunk(b, of_b)) - 1,
-        ragged=(c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 != 0,
-        swap=c.swap,
-    )
+    (of_a, of_b), b = p.beside, p.bs[0]
+    return {
+        "in_flight": maximum(1, each(device.clusters_at_once, c.cluster) * kernel.blocks_per_sm),
+        "resident": kernel.blocks_per_sm,
+        "multicasts": c.cluster > c.cluster_k,
+        "cluster": c.cluster,
+        "cluster_m": c.cluster_m,
+        "cluster_n": c.cluster_n,
+        "cluster_k": c.cluster_k,
+        "stream": c.stream_k,
+        "bm": c.bm * of_a,
+        "bn": c.bn * of_b,
+        "bk": c.bk,
+        "stages": c.stages,
+        "steps": c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
+        "sliced": c.sliced,
+        "promoted": kernel.way.each,
+        "scaled": kernel.way.each and scales.scaled(p),
+        "a_reads": kernel.sums.columns,
+        "sum_parts": kernel.sums.columns * c.m_blocks,
+        "change": prologue.change_us(c, p),
+        "pingpong": 1 - c.coop,
+        "halves": c.coop & (c.consumers > 1),
+        "stage_bytes": kernel.stage_bytes,
+        "own": c.epilogue_columns / c.bn,
+        "b_columns": c.loaded(b, of_b) * of_b,
+        "b_short": 128 // b.bytes(c.chunk(b, of_b)) - 1,
+        "ragged": (c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 != 0,
+        "swap": c.swap,
+    }
 
 
 def _columns(kernel: Resolved) -> Any:
     """Returns the tiles along n; of groups those of all, the last of each being half full."""
-    groups, width = kernel.multiplied.groups_along("n"), kernel.config.bn * kernel.config.cluster_n
-    return groups * maximum(1.0, kernel.multiplied.n / groups / width + 0.5) if groups > 1 else kernel.columns
+    if (groups := kernel.multiplied.groups_along("n")) == 1:
+        return kernel.columns
+    width = kernel.config.bn * kernel.config.cluster_n
+    return groups * maximum(1.0, kernel.multiplied.n / groups / width + 0.5)
+
+
+def _of_kernel(kernel: Resolved, device: Device) -> dict[str, Any]:
+    """Returns the features that all kernels of a problem have in common."""
+    p = kernel.multiplied
+    return _of_problem(
+        kernel.asked, kernel.problem, p, kernel.stored, kernel.way, kernel.staging, kernel.prepared, device
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -174,7 +238,7 @@ def _of_problem(
     prepared: tuple[Prepared, ...],
     device: Device,
 ) -> dict[str, Any]:
-    """Returns those features that all kernels of a problem have in common; some hundred are predicted in a row."""
+    """Returns the features that all kernels of a problem have in common, told what of a kernel they depend on."""
 
     def off(i: int, rows: int) -> bool:
         operands = ((of, (of.a, *of.bs)[i]) for of in summands(multiplied))
@@ -263,17 +327,18 @@ def costs(f: Features, c: Constants) -> Costs:
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
     slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) * (f.steps == 0) + c.narrow * (f.b_short > 0)
     slower = slower + c.multicast * (1 - f.promoted) * f.multicasts
-    slower = slower + c.promoted * f.promoted + c.reread * (f.sum_parts - 1) * f.promoted * (1 - f.scaled)
+    if some(f.promoted):
+        slower = slower + c.promoted * f.promoted + c.reread * (f.sum_parts - 1) * f.promoted * (1 - f.scaled)
     # Written, and read: b once for each 64 rows of a.
     operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2
     multiply = sharing * (
         c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block + c.scaled * f.scaled
     )
-    fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
-    decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
-    decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
-    power = 1 + (c.beside - 1) * f.halves
-    if np.any(decode):  # else it is as it was
+    if some(f.steps) or some(f.change):
+        fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
+        decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
+        decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
+        power = 1 + (c.beside - 1) * f.halves
         multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
     a_rows = f.packed * f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
     b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)

@@ -54,6 +54,13 @@ class Facts:
         return self.way.dtype is None and self.problem.a.dtype.name in operands.INT8
 
     @functools.cached_property
+    def bare(self) -> Facts:
+        """The facts of the products without their epilogue, in the accumulators' dtype."""
+        problem, of = self.problem.bare, self.staging
+        staging = plan_staging(problem.epilogue, problem.symmetric, of.swap, of.pitch, of.even, pixels=of.pixels)
+        return dataclasses.replace(self, problem=problem, staging=staging, heavy=False, reasons=())
+
+    @functools.cached_property
     def addressed(self) -> bool:
         """True if threads store a result, each by addresses of its own, and not TMA."""
         return not self.staging.pixels and not all(self.staging.by_tma(out) for _, out in self.staging.results)
@@ -134,17 +141,17 @@ class Facts:
         return few and all(out.axes == ("col",) for _, out in staging.reductions) and not any(x.col for x in operands)
 
 
-@functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Facts:
     """Returns the facts that all kernels of a problem share, with its operands as they are or swapped.
 
     Its rows may be pixels apart in the images of the result.
     """
-    views = (Gathered, Im2col, Joined), (Taps, Joined)
-    why = [*shared.of_operands(problem, *views, blocks=True, prologues=True, across=True), *sums.reasons(problem)]
-    why += [*operands.reasons(problem), *prologues.reasons(problem), *scales.reasons(problem)]
-    narrow = operands.decoded(problem.bs[0], problem.a)
-    why += decode.reasons(problem, problem.bs[0]) if narrow else []
+    return _facts_of(problem, swap, pixels)
+
+
+@functools.lru_cache(maxsize=1024)
+def _facts_of(problem: Problem, swap: bool, pixels: bool) -> Facts:
+    why, narrow = _reasons_of_operands(problem), operands.decoded(problem.bs[0], problem.a)
     unswappable = shared.of_swap(problem) if swap else []
     if swap and problem.products > 1 and not narrow and (problem.a.bits != 16 or operands.way(problem).promoted):
         unswappable.append(f"swap with {problem.products} products, but of 16 bits as they are")
@@ -173,6 +180,39 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
     way = operands.Way() if why else operands.way(problem)
     prepared = () if why else operands.prepared(problem)
     return Facts(multiplied, way, prepared, staging, heavy, (*why, *_problem_reasons(problem, staging), *unswappable))
+
+
+@functools.lru_cache(maxsize=256)
+def _reasons_of_operands(problem: Problem) -> tuple[str, ...]:
+    views = (Gathered, Im2col, Joined), (Taps, Joined)
+    why = [*shared.of_operands(problem, *views, blocks=True, prologues=True, across=True), *sums.reasons(problem)]
+    why += [*operands.reasons(problem), *prologues.reasons(problem), *scales.reasons(problem)]
+    return (*why, *(decode.reasons(problem, b) if operands.decoded(b := problem.bs[0], problem.a) else ()))
+
+
+@functools.lru_cache(maxsize=64)
+def kind_of(problem: Problem) -> Problem:
+    """Returns the problem that stands for all whose kernels have the same limits, of small sizes: always the same one.
+
+    Tiles have room and registers whatever the sizes are, but for how even rows in memory are. Views have sizes of their
+    own, and so are kinds of their own.
+    """
+    if any(x.view is not None for x in (problem.a, *problem.bs)):
+        return _same(problem)
+
+    def few(batch: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(min(size, 2) for size in batch)
+
+    a, *bs = (dataclasses.replace(x, batch=few(x.batch)) if x.batch else x for x in (problem.a, *problem.bs))
+    groups = problem.groups and dataclasses.replace(problem.groups, count=1, batch=few(problem.groups.batch))
+    n = math.gcd(problem.n, 16)
+    sizes = {"m": n if problem.symmetric else 2 - problem.m % 2, "n": n, "k": 64, "batch": few(problem.batch)}
+    return _same(problem.derived(**sizes, a=a, bs=tuple(bs), groups=groups))
+
+
+@functools.lru_cache(maxsize=256)
+def _same(kind: Problem) -> Problem:
+    return kind
 
 
 def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
 
 from cutjax.kernels.columns import ceil, maximum, minimum, where
+from cutjax.kernels.device import Device
 from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
-from cutjax.kernels.sm90 import kernel, operands, windows
-from cutjax.kernels.sm90.config import Config, Configs
-from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
+from cutjax.kernels.sm90 import kernel, operands, residual, windows
+from cutjax.kernels.sm90.config import Config, Configs, Some
+from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.kernel import resolve
 from cutjax.kernels.sm90.phases import parts
 from cutjax.kernels.sm90.resolved import cluster_tile
@@ -67,8 +69,13 @@ LEAST_IDLE = 0.06  # of the time of all SMs, where tiles in parts may pay
 # Long products are limited by power, and bytes through L2 take some: of kernels that are predicted this near to the
 # first, the one of the fewest is taken. In bursts picks of 137 held products over 100 us became 0.2% better by it.
 LONG_US, NEAR = 100.0, 0.01
+# Of this times the least are those that factors and the above may make the first.
+FURTHEST = (1 + residual.MOST) / (1 - residual.MOST) * (1 + 2 * NEAR)
 # Of "bd": b, which each band of tiles reads once, and results leave L2 first where they pass it. Not measured yet.
 STREAMED = ""
+
+# A pipeline depends on whether k is at most so many of the shallower stages; on the last two beside operands.
+_DEPTHS = 1, 2, 4, 32, 64
 
 _config = functools.lru_cache(maxsize=None)(Config)
 
@@ -104,35 +111,36 @@ def stores_in_order(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
-    for facts, table in _tables(problem):
-        for row in range(len(table)):
-            yield _made(facts, table, row)
+    for facts, shipped in _shipped(problem):
+        for row in range(len(shipped)):
+            yield _made(facts, shipped, row)
 
 
 def prices(problem: Problem) -> Prices:
     """Returns the predicted times of the shipped configs that serve a problem, all from columns of their fields."""
     if max(problem.flops, problem.bytes) >= 2**56 or max(problem.m, problem.n) >= 2**28:  # columns have 64 bits
         return one_by_one(problem, configs(problem), resolve)
-    tables = _tables(problem)
+    sides = _shipped(problem)
     given = parts(problem) if _parts(problem) else (problem, None, ())
-    priced = [kernel.prices(*given, table, problem) for _, table in tables]
-    found = [np.flatnonzero(us < np.inf) for us, *_ in priced]
-    us, ranked_us, l2_us = (
-        np.concatenate([times[side][rows] for times, rows in zip(priced, found, strict=True)]) for side in range(3)
-    )
+    found, us, l2_us, factors = kernel.prices(*given, [shipped for _, shipped in sides], problem)
+    new = np.repeat([bool(kernel.unmeasured(facts.problem)) for facts, _ in sides], [len(served) for served in found])
+
+    def ranked_us(rows: np.ndarray) -> np.ndarray:
+        return _least_l2(us[rows] * factors(rows), l2_us[rows])
 
     def config(i: int) -> Config:
-        for side, served in zip(tables, found, strict=True):
+        for side, served in zip(sides, found, strict=True):
             if i < len(served):
                 return _made(*side, int(served[i]))
             i -= len(served)
         raise IndexError(i)
 
     def rows() -> list[Hashable]:
-        return [row for (_, table), served in zip(tables, found, strict=True) for row in table.rows(served)]
+        return [row for (_, shipped), served in zip(sides, found, strict=True) for row in shipped.rows(served)]
 
-    new = [bool(kernel.unmeasured(facts.problem)) for facts, _ in tables]
-    return Prices(us, _least_l2(ranked_us, l2_us), config, rows, np.repeat(new, [len(served) for served in found]))
+    near = np.flatnonzero(us <= us.min(initial=np.inf) * FURTHEST)
+    near = np.arange(len(us)) if new.any() else near
+    return Prices(us, near, ranked_us, config, rows, new)
 
 
 def _least_l2(us: np.ndarray, l2_us: np.ndarray) -> np.ndarray:
@@ -143,26 +151,27 @@ def _least_l2(us: np.ndarray, l2_us: np.ndarray) -> np.ndarray:
     return np.where(near, best * (1 + NEAR * l2_us / max(l2_us[near].max(), 1e-9)), us)
 
 
-def _made(facts: Facts, table: Configs, row: int) -> Config:
-    config, p = _config(**table.fields(row)), facts.problem
-    return _config(**table.fields(row), raster=_raster(p, config), evict_first=_streamed(p))
+def _made(facts: Facts, shipped: Some, row: int) -> Config:
+    fields, p = shipped.fields(row), facts.problem
+    return _config(**fields, raster=_raster(p, types.SimpleNamespace(**fields)), evict_first=_streamed(p))
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(problem: Problem) -> list[tuple[Facts, Configs]]:
+def _shipped(problem: Problem) -> list[tuple[Facts, Some]]:
     """Returns the shipped configs, as operands are and swapped, with what the kernels of each have in common."""
     if part := _parts(problem):
-        table = _configs(part, swap=False)
-        return [(part, table.take((table.splits == 1) & ~table.stream_k))]
+        some = _configs(part, part)
+        return [(part, some.take(np.flatnonzero((some.splits == 1) & ~some.stream_k)))]
     # Nobody has timed groups with operands swapped, but of weights that are decoded. A prologue is computed so alone.
     alone = problem.a.prologue is not None or operands.decoded(problem.bs[0], problem.a)
     swaps = (False, True) if not problem.groups or alone else (False,)
-    sides = [(facts_of(problem, swap), swap) for swap in swaps]
-    return [(facts, _configs(facts, swap)) for facts, swap in sides if not facts.reasons]
+    sides = [(facts_of(problem, swap), facts_of(kind_of(problem), swap)) for swap in swaps]
+    return [(facts, _configs(facts, kind)) for facts, kind in sides if not facts.reasons]
 
 
-def _configs(facts: Facts, swap: bool) -> Configs:
-    problem = facts.problem
+def _configs(facts: Facts, kind: Facts) -> Some:
+    """Returns the configs that are shipped for a problem, from a table of those of its kind."""
+    problem, swap = facts.problem, facts.staging.swap
     any_width, decoded = problem.bs[0].contiguous == "k", operands.decoded(problem.a, problem.bs[0])
     name = "promoted" if facts.way.each else "plain"
     name = "symmetric" if problem.symmetric and problem.layout == "nt" else "swapped" if swap else name
@@ -170,9 +179,22 @@ def _configs(facts: Facts, swap: bool) -> Configs:
     columns = 2 * -(-problem.n // groups) if (groups := problem.groups_along("n")) > 1 else problem.n
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
     whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
-    stages = _stages(facts, footprint(facts, whole), whole.depth(problem))
-    whole_groups = maximum(stages - stages % whole.slice_groups, 2 * whole.slice_groups)
-    return _divided(problem, dataclasses.replace(whole, stages=whole_groups))
+    depth, k = _config().depth(problem), problem.k * len(facts.way.pairs)
+    depths = _DEPTHS if facts.staging.operands else _DEPTHS[:3]
+    k = next((x for x in depths if k <= x * depth), 2 * _DEPTHS[-1]) * depth
+    k_blocks = -(-problem.k // whole.depth(problem))
+    if problem.divided in ("m", "n") or problem.symmetric or k_blocks.max() < 2 * LEAST_K_BLOCKS:
+        return Some(_staged(whole, None, kind, k), np.arange(len(whole)), np.ones(len(whole), int))
+    ways, rows = _divided(problem, whole, k_blocks)
+    return Some(_staged(whole, ways, kind, k), ways.row[rows], ways.splits[rows])
+
+
+@functools.lru_cache(maxsize=256)
+def _staged(whole: Configs, ways: _Ways | None, kind: Facts, k: int) -> Configs:
+    """Returns configs as deep as suits a kind of problems, of which k says how many stages are the contraction."""
+    stages = _stages(kind, footprint(kind, whole), whole.depth(kind.problem), k)
+    stages = maximum(stages - stages % whole.slice_groups, 2 * whole.slice_groups)
+    return ways.table.deep(stages[ways.of]) if ways else whole.deep(stages)
 
 
 @functools.lru_cache(maxsize=256)
@@ -203,48 +225,89 @@ def _even_widths(columns: int) -> tuple[int, ...]:
     return tuple(sorted({bn + 8 if bn // 8 in (17, 19, 23, 29, 31) else bn for bn in even if 8 <= bn <= 256}))
 
 
-def _divided(problem: Problem, whole: Configs) -> Configs:
-    """Returns configs, each followed by the ways to divide its tiles' contraction among as many CTAs as SMs, about."""
-    k_blocks = -(-problem.k // whole.depth(problem))
-    if problem.divided in ("m", "n") or problem.symmetric or k_blocks.max() < 2 * LEAST_K_BLOCKS:
-        return whole
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Ways:
+    """All ways to divide the contraction of tiles, tile by tile.
+
+    Attributes:
+      table: tiles, each followed by those that share it in other ways than by splits.
+      of: the tile of each of these.
+      row: of a way, its place in the table.
+      splits: of a way.
+      tile: of a way.
+      place: of its bounds in a table [kinds of ways, tiles]: undivided, streams, clusters, splits, splits of clusters.
+      number: what is bounded: CTAs of a cluster, or splits; else 1.
+      clusters: how many of its clusters, where CTAs share a tile, run at once.
+    """
+
+    table: Configs
+    of: np.ndarray
+    row: np.ndarray
+    splits: np.ndarray
+    tile: np.ndarray
+    place: np.ndarray
+    number: np.ndarray
+    clusters: np.ndarray
+
+
+def _ways(tiles: Configs, splits: np.ndarray, device: Device) -> _Ways:
+    """Returns all ways of tiles, told how many splits each may have."""
+    first, (count, more) = np.array((1, 1, *CLUSTERS_K)), splits.shape
+    of_first = np.minimum(np.arange(len(first)), 2)
+    kinds = np.concatenate([of_first, np.tile((3, 4), more)])
+    number = np.hstack([np.broadcast_to(first, (count, len(first))), np.repeat(splits, 2, axis=1)])
+    new = np.ones(number.shape, bool)
+    new[:, len(first) + 2 :] = np.repeat(splits[:, 1:] > splits[:, :-1], 2, axis=1)
+    alone, shared = (tiles.cluster == 1)[:, None], tiles.coop[:, None]
+    offered = new & ((kinds < 2) | alone & ((kinds == 3) | shared))
+    undivided = offered[:, : len(first)]
+    of, way = np.nonzero(undivided)
+    table = tiles.take(of, stream_k=way == 1, cluster_k=first[way])
+    tile, way = np.nonzero(offered)
+    kind, number = kinds[way], number[tile, way]
+    column = np.where(kind == 3, 0, np.minimum(way, len(first) - 1))  # splits of clusters are of the largest
+    row = (np.cumsum(undivided) - 1).reshape(undivided.shape)[tile, column]
+    at_once = np.array([device.clusters_at_once(size) for size in range(1, first[-1] + 1)])
+    clusters = np.where(kind == 2, at_once[first[column] - 1], np.iinfo(int).max)
+    return _Ways(table, of, row, np.where(kind > 2, number, 1), tile, kind * count + tile, number, clusters)
+
+
+@functools.lru_cache(maxsize=128)
+def _usual_ways(tiles: Configs, device: Device) -> _Ways:
+    return _ways(tiles, np.broadcast_to(SPLITS, (len(tiles), len(SPLITS))), device)
+
+
+def _divided(problem: Problem, whole: Configs, k_blocks: np.ndarray) -> tuple[_Ways, np.ndarray]:
+    """Returns ways to divide the contraction of tiles among as many CTAs as SMs, about: all, and which of them."""
     rows, columns = problem.tiles(*cluster_tile(whole))
     device, deep = problem.device, k_blocks >= 2 * LEAST_K_BLOCKS
     tiles, sms = rows * columns * problem.results, device.sms // whole.cluster
-    k_blocks = -(-k_blocks // problem.groups_along("k"))
+    if (groups := problem.groups_along("k")) > 1:
+        k_blocks = -(-k_blocks // groups)
     waves = tiles / sms
     idle = 1 - waves / ceil(waves)  # of all SMs' time, in the last wave
     streams = deep & (idle > LEAST_IDLE) & (waves > 0.3) & (k_blocks >= 16)
     # Of decoded weights parts through memory took 1.1 to 1.3 times as long as whole tiles, or clusters that share k.
     streams &= not (problem.groups or device.shared or operands.decoded(problem.a, problem.bs[0]))
-    # From here on a column of configs beside a row of ways.
-    deep, alone, shared, tiles = (x[:, None] for x in (deep, whole.cluster == 1, whole.coop, tiles))
-    most, fewest = k_blocks[:, None] // LEAST_K_BLOCKS, tiles.min()
-    clusters = np.array([size for size in CLUSTERS_K if fewest <= device.clusters_at_once(size)], int)
-    at_once = np.array([device.clusters_at_once(size) for size in clusters.tolist()], int)
-    clustered = deep & alone & shared & (clusters <= most) & (tiles <= at_once)
-    parts, few = most, sms[:, None] // tiles
-    most = np.minimum(most, sms[:, None] * 17 // 16 // tiles)
-    least, splits, offered = 8, np.array([x for x in SPLITS if x <= most.max()], int), True
+    parts = deep * (k_blocks // LEAST_K_BLOCKS)
+    most, least = np.minimum(parts, sms * 17 // 16 // tiles), 8
     if windows.view_of(problem):
         # Windows of weight gradients are many more than they have elements: every SM wants a part, and parts are small.
-        fill = np.minimum(np.minimum(np.hstack([most, few]), parts), 128)
-        least, splits = 2, np.array(sorted({*SPLITS, *fill.ravel().tolist()}))
-        offered = np.isin(splits, SPLITS) | (splits == fill[:, :, None]).any(1)
-    split = deep & alone & offered & (most >= least) & (most // 2 < splits) & (splits <= most)
-    both = deep & alone & shared & offered & (most // 16 < splits) & (splits <= most // 8)
-    by_splits = np.stack([split, both], -1).reshape(len(whole), 2 * len(splits))
-    ways = np.hstack([np.ones_like(deep), streams[:, None], clustered, by_splits])
-    stream = np.arange(ways.shape[1]) == 1
-    cluster_k = np.concatenate([(1, 1), clusters, np.tile((1, 8), len(splits))])
-    split_by = np.concatenate([np.ones(2 + len(clusters), int), np.repeat(splits, 2)])
-    row, way = np.nonzero(ways)
-    return whole.take(row, stream_k=stream[way], cluster_k=cluster_k[way], splits=split_by[way])
+        fill = [np.minimum(np.minimum(x, parts), 128) for x in (most, sms // tiles)]
+        splits = [np.full_like(tiles, x) for x in SPLITS]
+        least, ways = 2, _ways(whole, np.sort([*splits, *fill], axis=0).T, device)
+    else:
+        ways = _usual_ways(whole, device)
+    none = np.zeros_like(tiles)
+    above = np.concatenate([none, none, none, most // 2, most // 16])
+    up_to = np.concatenate([none + 1, streams, parts, most * (most >= least), most // 8])
+    above, up_to = above[ways.place], up_to[ways.place]
+    return ways, np.flatnonzero((above < ways.number) & (ways.number <= up_to) & (tiles[ways.tile] <= ways.clusters))
 
 
-def _stages(facts: Facts, tile: Footprint, bk: Any) -> Any:
+def _stages(facts: Facts, tile: Footprint, bk: Any, k: int) -> Any:
     """As deep a pipeline as fits; shallower where k is so short that the result wants the memory more."""
-    k, whole = facts.problem.k * len(facts.way.pairs), maximum(2, tile.whole_result)
+    whole = maximum(2, tile.whole_result)
     most = 8 if facts.problem.groups or facts.problem.symmetric else 16  # those were measured with 8
     deepest = maximum(2, minimum(tile.deepest(), most))  # where 2 do not fit, resolve says so
     stages = deepest
@@ -265,7 +328,7 @@ def _streamed(problem: Problem) -> str:
     return "".join(name for name in STREAMED if passes[name])
 
 
-def _raster(problem: Problem, config: Config) -> int:
+def _raster(problem: Problem, config: Any) -> int:
     """Returns the width of a band of cluster tiles; narrow where bands end at the diagonal, having fewer columns."""
     height, width = cluster_tile(config)
     rows, _ = problem.tiles(height, width)

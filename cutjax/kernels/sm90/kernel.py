@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,14 +14,14 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.kernels import base, sums
 from cutjax.kernels import reasons as shared
-from cutjax.kernels.columns import maximum, minimum, where
+from cutjax.kernels.columns import Taken, maximum, minimum, some, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import cost, decode, operands, prologue, text, windows
+from cutjax.kernels.sm90 import cost, decode, dense_cost, operands, prologue, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
-from cutjax.kernels.sm90.config import Config, Configs, Sizes
-from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
+from cutjax.kernels.sm90.config import Config, Configs, Sizes, Some
+from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.phases import Phases, parts
 from cutjax.kernels.sm90.resolved import Resolved, cluster_tile
 
@@ -133,35 +134,83 @@ def _resolve(
     if problem.a.dtype == operands.C64 and (config.splits > 1 or config.stream_k):
         return (*found, f"splits={config.splits}, stream_k={config.stream_k}: parts of complex numbers")
     if windows.in_parts(problem, config.splits):
-        problem = problem.bare
-        facts = facts_of(problem, config.swap)
+        problem, facts = problem.bare, facts.bare
     tile = footprint(facts, config)
     found += [why() for refused, why in _checks(problem, facts, config, tile, of) if refused]
     return tuple(found) if found else Kernel(**_fields(problem, facts, config, tile, of, weights, asked))
 
 
 def prices(
-    problem: Problem, of: Phases | None, weights: tuple[Prepared, ...], configs: Configs, asked: Problem
-) -> np.ndarray:
-    """Returns the predicted microseconds of many configs, told as `_resolve` is, as `cost.times` has them.
+    problem: Problem,
+    of: Phases | None,
+    weights: tuple[Prepared, ...],
+    sides: Sequence[Some],
+    asked: Problem,
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, cost.Factors]:
+    """Returns the configs of each side that can serve, told as `_resolve` is, and `cost.of_columns` of these."""
+    found, kernels, fixed = [], [], []
+    for shipped in sides:
+        facts, whole, own = facts_of(problem, shipped.swap, of is not None), shipped.splits == 1, []
+        small = _is_small(facts, of)
+        for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
+            rows = np.flatnonzero(whole != divided)
+            if problem.a.dtype == operands.C64:
+                rows = rows[(not divided) & ~shipped.stream_k[rows]]
+            if not len(rows):
+                continue
+            bare = windows.in_parts(problem, 1 + divided)
+            given, of_given = (problem.bare, facts.bare) if bare else (problem, facts)
+            limits = _limits(kind_of(problem), of, shipped.table, bare)
+            rows = rows[~limits.refused[shipped.at[rows]]]
+            if not small:
+                rows = rows[~shared.pass_32_bits(_counters(of_given, shipped.take(rows), of))]
+            if len(rows):
+                config = shipped.take(rows)
+                alike = {"problem": given, "asked": asked, "multiplied": of_given.problem, "phases": of}
+                alike |= {"config": config, "sums": Taken(limits.record.sums, config.at)}
+                alike["prepared"] = *weights, *of_given.prepared
+                kernels.append(_Some(limits.record, config.at, **alike, **_sized(of_given, config, of)))
+                fixed.append(limits.fixed and limits.fixed.take(config.at))
+                own.append(rows)
+        found.append(np.concatenate(own) if own else np.empty(0, int))
+    if not kernels:
+        return found, np.empty(0), np.empty(0), np.ones_like
+    us, l2_us, factors = cost.of_columns(kernels, fixed, problem.device)
+    order = np.argsort(np.concatenate([x + (side << 32) for side, x in enumerate(found)]))
+    return [np.sort(x) for x in found], us[order], l2_us[order], lambda rows: factors(order[rows])
 
-    They are [3, configs], and infinite where one cannot serve.
-    """
-    us = np.full((3, len(configs)), np.inf)
-    for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
-        rows = np.flatnonzero((configs.splits > 1) == divided)
-        if problem.a.dtype == operands.C64:
-            rows = rows[(configs.splits[rows] == 1) & ~configs.stream_k[rows]]
-        bare = problem.bare if windows.in_parts(problem, 1 + divided) else problem
-        if not len(rows):
-            continue
-        some = configs if len(rows) == len(configs) else configs.take(rows)
-        facts = facts_of(bare, configs.swap, of is not None)
-        tile = footprint(facts, some)
-        refused = functools.reduce(operator.or_, (found for found, _ in _checks(bare, facts, some, tile, of)))
-        fields = _fields(bare, facts, some, tile, of, weights, asked)
-        us[:, rows] = np.where(refused, np.inf, cost.times(Resolved(**fields), problem.device))
-    return us
+
+class _Some(Taken, Resolved):
+    """The record of some rows of configs."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Limits:
+    """The part of many configs that does not depend on sizes: one record of all, and which of them cannot serve."""
+
+    record: Resolved
+    refused: np.ndarray
+    fixed: dense_cost.Fixed | None
+
+
+@functools.lru_cache(maxsize=128)
+def _limits(kind: Problem, of: Phases | None, configs: Configs, bare: bool) -> _Limits:
+    facts = facts_of(kind, configs.swap, of is not None)
+    kind, facts = (kind.bare, facts.bare) if bare else (kind, facts)
+    tile = footprint(facts, configs)
+    refused = functools.reduce(operator.or_, (found for found, _ in _checks(kind, facts, configs, tile, of)))
+    record = Resolved(**_fields(kind, facts, configs, tile, of, (), kind))
+    fixed = dense_cost.Fixed.of(record, kind.device) if cost.is_dense(record) else None
+    return _Limits(record, np.broadcast_to(refused, len(configs)), fixed)
+
+
+def _is_small(facts: Facts, of: Phases | None) -> bool:
+    """True of a problem so small that no config's counters are near to what 32 bits hold."""
+    most = _counters(facts, _MOST_COUNTED, of)
+    return facts.problem.k < 1 << 24 and max(most.values()) < 1 << 29
+
+
+_MOST_COUNTED = Config(bm=64, bn=8, cluster_k=8, splits=128)
 
 
 def _checks(
@@ -169,7 +218,7 @@ def _checks(
 ) -> Iterator[tuple[Any, Callable[[], str]]]:
     """Yields truth values, or columns of them, of why a config cannot serve the problem, each with its reason."""
     problem = facts.problem
-    products, phases = problem.products, of.count if of else 1
+    products = problem.products
     columns = config.bn * problem.beside[1]
     yield (
         (config.parts > 1) & (asked.divided == "m"),
@@ -234,7 +283,7 @@ def _checks(
             config.bk == 128,
             lambda: "bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64",
         )
-    if np.any(config.sliced):
+    if some(config.sliced):
         yield (
             config.sliced & (not operands.in_halves(problem.a, problem.bs[0])),
             lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
@@ -276,7 +325,7 @@ def _checks(
     )
     if not config.swap:
         yield tile.chunk * facts.staging.narrowest < 32, lambda: _short_rows(facts, config, tile)
-    counters = _counters(facts, config, problem.most_tiles(*cluster_tile(config)) * phases)
+    counters = _counters(facts, config, of)
     yield shared.pass_32_bits(counters), lambda: shared.of_counters(counters, ", in whole tiles")[0]
 
 
@@ -298,7 +347,6 @@ def _fields(
     limit = tile.limit(config.stages)
     spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
     buffers = maximum(2, minimum(spare, tile.whole_result))
-    rows, columns = facts.problem.tiles(*cluster_tile(config))
     return {
         "problem": problem,
         "config": config,
@@ -315,15 +363,23 @@ def _fields(
         "shared_bytes": tile.bytes(config.stages, buffers),
         "blocks_per_sm": where(limit == tile.most, 1, 2),
         "phases": of,
-        "tiles": facts.problem.most_tiles(*cluster_tile(config)) * (of.count if of else 1),
-        "rows": rows,
-        "columns": columns,
+        **_sized(facts, config, of),
     }
 
 
-def _counters(facts: Facts, config: Sizes, tiles: Any) -> dict[str, Any]:
+def _sized(facts: Facts, config: Sizes, of: Phases | None) -> dict[str, Any]:
+    """Returns those fields that count tiles."""
+    tile = cluster_tile(config)
+    rows, columns = facts.problem.tiles(*tile)
+    p, tiles = facts.problem, rows * columns * facts.problem.results
+    if p.symmetric or p.divided in ("m", "n"):
+        tiles = p.most_tiles(*tile)
+    return {"tiles": tiles * (of.count if of else 1), "rows": rows, "columns": columns}
+
+
+def _counters(facts: Facts, config: Sizes, of: Phases | None) -> dict[str, Any]:
     """Returns the most that a kernel counts in 32 bits, by name."""
-    p, depth = facts.problem, config.depth(facts.problem)
+    p, depth, tiles = facts.problem, config.depth(facts.problem), _sized(facts, config, of)["tiles"]
     # Of the tiles that are computed in parts, two waves at most.
     of_waves = minimum(tiles, 4 * p.device.sms) * (sums.blocks(p, depth) + 1)
     more = {"k_blocks_of_two_waves": where(config.stream_k, of_waves, 0)}

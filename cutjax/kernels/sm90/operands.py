@@ -90,7 +90,12 @@ def in_halves(operand: Operand, other: Operand) -> bool:
 
 def in_bytes(operand: Operand, other: Operand) -> bool:
     """True if it is decoded to float8, whose sums are multiplied by scales as they are promoted."""
-    return other.dtype.name == "float8_e4m3fn" and operand.dtype.name in FOUR_BITS
+    return _to_float8(operand.dtype, other.dtype)
+
+
+@functools.cache
+def _to_float8(narrow: np.dtype, dtype: np.dtype) -> bool:
+    return dtype.name == "float8_e4m3fn" and narrow.name in FOUR_BITS
 
 
 def factors(problem: Problem) -> Scale | None:

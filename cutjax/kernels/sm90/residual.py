@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ FILE = pathlib.Path(__file__).with_name("residual.json")
 UNIT = 256  # of the network's numbers: 1 is so many
 SPREAD = 4  # an input is at most so many standard deviations from its mean
 MOST = 0.1  # of the formula's time
+LOGARITHMS = 24  # inputs that are logarithms
 AT_ONCE = 192  # kernels: libraries divide larger products among threads, and wait for those longer than they multiply
 
 
@@ -80,10 +81,44 @@ def serves(kernel: Resolved, device: Device) -> bool:
     return plain and like and not (p.groups or p.symmetric)
 
 
-def inputs(kernel: Resolved, f: Features, t: Costs) -> np.ndarray:
+class Product(NamedTuple):
+    """The numbers that the network reads of a product, as it is multiplied.
+
+    Attributes:
+      m, n, k, batch: its sizes.
+      asked: its accumulators, of which whole tiles have more.
+      a_along_k, b_along_k: whether its operands lie along the contraction.
+    """
+
+    m: Any
+    n: Any
+    k: Any
+    batch: Any
+    asked: Any
+    a_along_k: Any
+    b_along_k: Any
+
+
+def product(kernel: Resolved) -> Product:
+    """Returns the numbers of a kernel's product."""
+    p = kernel.multiplied
+    asked = p.m * p.n * p.batch_size * p.products
+    return Product(p.m, p.n, p.k, p.batch_size, asked, p.a.contiguous == "k", p.bs[0].contiguous == "k")
+
+
+def inputs(p: Product, f: Features, t: Costs) -> np.ndarray:
     """Returns the network's inputs, [inputs, kernels], of one kernel or of columns of those of many."""
-    c, p, us = kernel.config, kernel.multiplied, t.whole
-    asked = p.m * p.n * p.batch_size * p.products  # accumulators, of which whole tiles have more
+    return _logged(values(p, f, t))
+
+
+def _logged(x: np.ndarray) -> np.ndarray:
+    np.log2(x[:LOGARITHMS], out=x[:LOGARITHMS])
+    return x
+
+
+def values(p: Product, f: Features, t: Costs) -> np.ndarray:
+    """Returns the inputs before logarithms are taken, of the first so many."""
+    us = t.whole
     logarithms = (
         us,
         t.compute / us,
@@ -106,9 +141,9 @@ def inputs(kernel: Resolved, f: Features, t: Costs) -> np.ndarray:
         p.m,
         p.n,
         p.k,
-        p.batch_size,
+        p.batch,
         1 + f.fused,
-        f.items * f.cluster * f.bm * f.bn / (f.splits * f.cluster_k * asked),
+        f.items * f.cluster * f.bm * f.bn / (f.splits * f.cluster_k * p.asked),
     )
     others = (
         ceil(t.waves) - t.waves,
@@ -125,18 +160,22 @@ def inputs(kernel: Resolved, f: Features, t: Costs) -> np.ndarray:
         f.ragged,
         f.a_off,
         f.b_off,
-        p.a.contiguous == "k",
-        p.bs[0].contiguous == "k",
+        p.a_along_k,
+        p.b_along_k,
     )
-    count = len(c.bm) if isinstance(c.bm, np.ndarray) else 1
-    x = np.empty((len(logarithms) + len(others), count))
+    assert len(logarithms) == LOGARITHMS
+    x = np.empty((len(logarithms) + len(others), np.size(us)))
     for row, column in zip(x, (*logarithms, *others), strict=True):
         row[:] = column
-    np.log2(x[: len(logarithms)], out=x[: len(logarithms)])
     return x
 
 
-def factor(kernel: Resolved, f: Features, t: Costs) -> Any:
+def factor(p: Product, f: Features, t: Costs) -> Any:
     """Returns the factor of the formula's time, or a column of factors."""
-    found = 1 + network()(inputs(kernel, f, t))
-    return found if isinstance(kernel.config.bm, np.ndarray) else float(found[0])
+    found = factors(values(p, f, t))
+    return found if isinstance(t.whole, np.ndarray) else float(found[0])
+
+
+def factors(x: np.ndarray) -> np.ndarray:
+    """Returns the factors of kernels by their `values`, which become logarithms."""
+    return 1 + network()(_logged(x))
