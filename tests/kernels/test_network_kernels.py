@@ -113,6 +113,9 @@ CASES = [
     ("gradients", "bfloat16", None, Config(2, 1)),
     ("gradients", "float32", X9, Config(2, 1, chained=False, memory=True, memory_sums=True)),
     ("gradients", "float32", None, Config(2, 2)),
+    ("gradients", "bfloat16", None, Config(1, 2, planes=True)),
+    ("gradients", "float16", None, Config(8, 1, planes=True)),
+    ("gradients of second derivatives", "float16", None, Config(3, 1, planes=True)),
     ("second derivatives", "float32", X6, Config(1, 1)),
     ("gradients of second derivatives", "float32", X9, Config(1, 1, chained=False, memory=True, memory_sums=True)),
 ]
@@ -153,8 +156,9 @@ def test_small_integers_are_exact():
     arrays = [np.asarray(jnp.asarray(rng.integers(-1, 2, x.shape), x.dtype)) for x in drawn(p)]
     arrays[1] = np.where(rng.random(arrays[1].shape) < 0.3, arrays[1], 0).astype(arrays[1].dtype)
     p = dataclasses.replace(p, dtypes=("float32",) * len(p.dtypes))
-    for found, wanted in zip(computed(Kernel(p, Config(2, 1)), arrays), expected(p, arrays), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for config in (Config(2, 1), Config(4, 2, planes=True)):
+        for found, wanted in zip(computed(Kernel(p, config), arrays), expected(p, arrays), strict=True):
+            np.testing.assert_array_equal(found, wanted)
 
 
 @needs_nvrtc

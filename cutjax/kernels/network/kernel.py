@@ -49,7 +49,7 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -69,6 +69,10 @@ class Kernel(Resolved):
         """Returns the reasons against the config."""
         p, c, device = self.problem, self.config, self.problem.device
         found = []
+        if c.planes and (self.parts > 1 or self.element_bytes > 2 or not c.chained or c.memory_sums):
+            found.append("planes are of 16-bit operands, chained rows and sums in registers")
+        if c.planes and not self.schedule.planes:
+            found.append("no outer products, whose factors planes have")
         most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
         if self.shared_bytes > most:
             found.append(f"{self.shared_bytes} bytes of shared memory, at most {most} with {c.blocks} blocks an SM")

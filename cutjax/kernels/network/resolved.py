@@ -11,7 +11,7 @@ import numpy as np
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.network.problem import Problem
-from cutjax.kernels.network.program import Map
+from cutjax.kernels.network.program import Map, reusing
 from cutjax.kernels.network.schedule import OuterPhase, Schedule, Stage, padded
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.launch import Pointer
@@ -36,6 +36,8 @@ class Config:
       memory: whether the stash is in global memory, not in shared.
       memory_sums: whether sums of outer products are in global memory between tiles, not in registers.
       blocks: on an SM.
+      planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
+        else they are stashed, and staged there for each sum.
     """
 
     warps: int
@@ -44,6 +46,7 @@ class Config:
     memory: bool = False
     memory_sums: bool = False
     blocks: int = 1
+    planes: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +59,8 @@ class Resolved:
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The phases."""
-        return Schedule(self.problem.program, self.config.chained)
+        program, planes = self.problem.program, self.config.planes
+        return Schedule(reusing(program) if planes else program, self.config.chained, planes)
 
     @property
     def math(self) -> str:
@@ -132,14 +136,26 @@ class Resolved:
         for _, x in self.schedule.sums:
             found[x] = at
             at += 4 * self.config.warps * padded(self.problem.program.kinds[x].sizes[0])
-        phases = [phase for phase in self.schedule.phases if isinstance(phase, OuterPhase)]
-        return found, at, at + max((sum(self._staged_bytes(x)) for x in phases), default=0)
+        if self.config.planes:
+            return found, at, at + self._planes[1]
+        return found, at, at + max((sum(self._staged_bytes(x)) for x in self.schedule.outer_phases), default=0)
 
     def _staged_bytes(self, phase: OuterPhase) -> tuple[int, int]:
-        width = self.schedule.width
-        more = 32 if self.math == "tf32" else 16
-        a, b = (self.parts * self.rows * (padded(width(x)) * self.element_bytes + more) for x in (phase.a, phase.b))
+        a, b = (self._plane_bytes(self.schedule.width(x)) for x in (phase.a, phase.b))
         return a, b
+
+    def _plane_bytes(self, width: int) -> int:
+        more = 32 if self.math == "tf32" else 16
+        return self.parts * self.rows * (padded(width) * self.element_bytes + more)
+
+    @functools.cached_property
+    def _planes(self) -> tuple[dict[int, int], int]:
+        return self.schedule.plane_places(self._plane_bytes)
+
+    def plane(self, x: int) -> range:
+        """Returns the places in shared memory of a value that is in a plane."""
+        first = self._shared[1] + self._planes[0][x]
+        return range(first, first + self._plane_bytes(self.schedule.width(x)))
 
     @property
     def places(self) -> dict[int, int]:
@@ -148,6 +164,8 @@ class Resolved:
 
     def staged(self, phase: OuterPhase) -> tuple[int, int]:
         """Returns the places in shared memory of the factors of outer products."""
+        if self.config.planes:
+            return self.plane(phase.a).start, self.plane(phase.b).start
         at = self._shared[1]
         return at, at + self._staged_bytes(phase)[0]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
@@ -32,7 +32,9 @@ class Body:
     """The text of a kernel's body, phase by phase."""
 
     def __init__(self, of: Resolved):
-        self.of, self.schedule, self.program = of, of.schedule, of.problem.program
+        self.of, self.schedule, self.program = of, of.schedule, of.schedule.program
+        # Values whose planes other warps may read, or were written, since all warps met; at first, those of the last tile.
+        self.read, self.made = set(self.schedule.planes), set[int]()
         self.functions = numbers(of)
         self.place = 0  # of a stage
 
@@ -85,7 +87,16 @@ class Body:
 
     def _tile(self) -> Iterator[str]:
         yield "  const int row = tile * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4;"
+        for x in sorted(filter(self.schedule.is_input, self.schedule.planes)):
+            yield from (f"  {line}" for line in self._writes([x]))
+            stored = DTYPES[self.of.problem.given[x][0]].stored
+            loaded = f"load_rows<Dtype::{stored}, {self.schedule.width(x)}>(in{x}, row, rows, j)"
+            yield "  #pragma unroll"
+            yield f"  for (int j = 0; j < {padded(self.schedule.width(x)) // 16}; ++j)"
+            yield f"    {self._staged(x)}::store(shared + {self.of.plane(x).start}, packed({loaded}), j);"
         for step, x in self.schedule.sums:
+            if x in self.schedule.summed.values():
+                continue
             for value in filter(self.schedule.is_input, step.values):
                 yield from self._columns(value, [f"add_columns({self._sums(x)}, c{value}, row, rows, j);"])
         for phase in self.schedule.phases:
@@ -94,6 +105,26 @@ class Body:
                 self.place += 1
             else:
                 yield from self._outer(phase)
+
+    def _writes(self, values: Collection[int]) -> Iterator[str]:
+        """Yields a barrier where other warps may still read what planes of some values had before."""
+        if self._meet(values, self.read):
+            yield from self._barrier()
+        self.made.update(values)
+
+    def _barrier(self) -> Iterator[str]:
+        yield "__syncthreads();"
+        self.read.clear()
+        self.made.clear()
+
+    def _meet(self, some: Iterable[int], others: Iterable[int]) -> bool:
+        """True if planes of some values and of others overlap."""
+        return any(
+            x.start < y.stop and y.start < x.stop for x in map(self.of.plane, some) for y in map(self.of.plane, others)
+        )
+
+    def _staged(self, x: int) -> str:
+        return f"Staged<{padded(self.schedule.width(x))}>"
 
     def _sums(self, x: int) -> str:
         return f"sums{x} + threadIdx.x / 32 * {padded(self.program.kinds[x].sizes[0])}"
@@ -110,7 +141,9 @@ class Body:
         if x in known:
             return
         known.add(x)
-        if self.schedule.is_input(x):
+        if x in self.schedule.planes:
+            yield f"const Chunk c{x} = {self._staged(x)}::load(shared + {self.of.plane(x).start}, {j});"
+        elif self.schedule.is_input(x):
             stored = DTYPES[self.of.problem.given[x][0]].stored
             yield f"const Chunk c{x} = load_rows<Dtype::{stored}, {self.schedule.width(x)}>(in{x}, row, rows, {j});"
         elif x in self.schedule.stashed:
@@ -148,6 +181,7 @@ class Body:
         handed = [x for i, x in schedule.handed if i == self.place + 1 and x in stage.makes]
         for x in handed:
             yield f"  Fragment f{x}[{slices}];"
+        yield from (f"  {line}" for line in self._writes(self.schedule.planes.intersection(stage.makes)))
         yield "  {"
         ahead = [x for x in multiplied if (self.place, x) not in schedule.handed and self.of.ahead[self.place]]
         for x in ahead:
@@ -164,8 +198,9 @@ class Body:
         for x in stage.affine:
             step, _ = schedule.makers[x]
             assert isinstance(step, Affine)
-            yield f"Chunk c{x}{{}};"
-            for vector in step.vectors:
+            first, *more = step.vectors or (None,)
+            yield f"Chunk c{x}{{}};" if first is None else f"Chunk c{x} = vector_rows(vector{first}, j);"
+            for vector in more:
                 yield f"add_vector(c{x}, vector{vector}, j);"
         for (matrix, transposed), pairs in schedule.terms(stage).items():
             k, n = self.program.kinds[matrix].sizes
@@ -196,22 +231,30 @@ class Body:
                 yield f"store_rows<Dtype::{dtype}, {stage.width}>(out{i}, c{x}, row, rows, j);"
         for step, x in schedule.sums:
             for value in step.values:
-                if value in stage.makes:
+                if value in stage.makes and x not in schedule.summed.values():
                     yield f"add_columns({self._sums(x)}, c{value}, row, rows, j);"
         for x in stage.makes:
-            if x in handed or x in schedule.stashed:
+            if x in handed or x in schedule.stashed or x in schedule.planes:
                 yield from self._cleared(x, "j")
-        yield from (f"f{x}[j] = packed(c{x});" for x in handed)
+            if x in schedule.planes:
+                yield f"Fragment p{x} = packed(c{x});"
+                yield f"clear_rows(p{x}, row, rows);"
+                yield f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, p{x}, j);"
+        yield from (f"f{x}[j] = {f'p{x}' if x in schedule.planes else f'packed(c{x})'};" for x in handed)
         for x in stage.makes:
             if x in schedule.stashed:
                 yield f"stash({self._stash(x, 'j')}, c{x});"
 
     def _outer(self, phase: OuterPhase) -> Iterator[str]:
+        if self.of.config.planes:
+            yield from self._outer_of_planes(phase)
+            return
         yield "  __syncthreads();"
         places = self.of.staged(phase)
         for x, place in zip((phase.a, phase.b), places, strict=True):
             width = padded(self.schedule.width(x))
-            yield from self._columns(x, [f"Staged<{width}>::store(shared + {place}, c{x}, row, rows, j);"])
+            stored = f"Staged<{width}>::store_cleared(shared + {place}, c{x}, row, rows, j);"
+            yield from self._columns(x, [stored])
         yield "  __syncthreads();"
         at = f"partials + {self.of.sums[phase.result]}"
         if not self.of.config.memory_sums:
@@ -221,6 +264,15 @@ class Body:
         before = "true" if earlier is not phase else "tile != first"
         sizes = ", ".join(map(str, self.program.kinds[phase.result].sizes))
         yield f"  Products<{sizes}>::add_in_memory({at}, {before}, shared + {places[0]}, shared + {places[1]});"
+
+    def _outer_of_planes(self, phase: OuterPhase) -> Iterator[str]:
+        places = self.of.staged(phase)
+        factors = (phase.a, phase.b)
+        if self._meet(factors, self.made):
+            yield from (f"  {line}" for line in self._barrier())
+        self.read.update(factors)
+        more = f", {self._sums(self.schedule.summed[phase])}" if phase in self.schedule.summed else ""
+        yield f"  products{phase.result}.add(shared + {places[0]}, shared + {places[1]}{more});"
 
     def _finish(self) -> Iterator[str]:
         if not self.of.config.memory_sums:

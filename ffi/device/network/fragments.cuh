@@ -170,6 +170,12 @@ DEVICE void load_vector(float* to, const char* from, int size, int places) {
   }
 }
 
+DEVICE Chunk vector_rows(const float* vector, int j) {
+  Chunk c;
+  EACH_ELEMENT c.x[i][h][e] = vector[16 * j + 8 * h + lane() % 4 * 2 + e % 2];
+  return c;
+}
+
 DEVICE void add_vector(Chunk& c, const float* vector, int j) {
   EACH_ELEMENT c.x[i][h][e] += vector[16 * j + 8 * h + lane() % 4 * 2 + e % 2];
 }
@@ -244,6 +250,15 @@ DEVICE void clear_columns(Chunk& c, int j) {
 
 DEVICE void clear_rows(Chunk& c, int row, int rows) {
   EACH_ELEMENT if (row + 16 * i + e / 2 * 8 >= rows) c.x[i][h][e] = 0.0f;
+}
+
+// The same of what is packed.
+DEVICE void clear_rows(Fragment& f, int row, int rows) {
+#pragma unroll
+  for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+    for (int w = 0; w < FRAGMENT_WORDS; ++w)
+      if (row + 16 * i + w % 2 * 8 >= rows) f.w[i][w] = 0;
 }
 
 // ---- the stash: each thread's own, in the dtype of the operands ----

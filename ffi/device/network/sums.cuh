@@ -26,17 +26,20 @@ struct Staged {
   static constexpr int PITCH = COLUMNS * ELEMENT_BYTES + (TF32 ? 32 : 16);
   static constexpr int PLANE = ROWS * PITCH;
 
-  static DEVICE void store(u32 to, Chunk c, int row, int rows, int j) {
-    clear_rows(c, row, rows);
-    const Fragment f = packed(c);
-    int l = lane(), first = threadIdx.x / 32 * (16 * M_TILES) + l / 4;
+  // Where this thread has the first two elements of 16 columns.
+  static DEVICE u32 own(u32 plane, int j) {
+    return plane + (threadIdx.x / 32 * (16 * M_TILES) + lane() / 4) * PITCH + (16 * j + lane() % 4 * 2) * ELEMENT_BYTES;
+  }
+
+  static DEVICE void store(u32 to, const Fragment& f, int j) {
+    const u32 first = own(to, j);
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          u32 place = to + (first + 16 * i + 8 * half) * PITCH + (16 * j + 8 * h + l % 4 * 2) * ELEMENT_BYTES;
+          u32 place = first + (16 * i + 8 * half) * PITCH + 8 * h * ELEMENT_BYTES;
           if constexpr (TF32) {
             st_shared_v2(place, f.w[i][4 * h + half], f.w[i][4 * h + 2 + half]);
           } else {
@@ -44,6 +47,29 @@ struct Staged {
             for (int p = 0; p < PARTS; ++p) st_shared_u32(place + p * PLANE, f.w[i][4 * p + 2 * h + half]);
           }
         }
+  }
+
+  static DEVICE void store_cleared(u32 to, const Chunk& c, int row, int rows, int j) {
+    Fragment f = packed(c);
+    clear_rows(f, row, rows);
+    store(to, f, j);
+  }
+
+  // What this thread has stored, of 16 bits.
+  static DEVICE Chunk load(u32 from, int j) {
+    Chunk c;
+    const u32 first = own(from, j);
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          Pair<MATH == Math::f16 ? Dtype::f16 : Dtype::bf16> pair;
+          pair.bits[0] = ld_shared_u32(first + (16 * i + 8 * half) * PITCH + 8 * h * ELEMENT_BYTES);
+          c.x[i][h][2 * half] = pair[0], c.x[i][h][2 * half + 1] = pair[1];
+        }
+    return c;
   }
 
   // 16 columns of 16 rows, as the rows of an operand whose k are these rows.
@@ -124,11 +150,22 @@ struct Products {
   }
 };
 
-// The same in registers.
+// The same in registers. Where there are fewer tiles than warps, several have a tile, each of its part of the rows.
 template <int A, int B>
 struct HeldProducts : Products<A, B> {
   using Base = Products<A, B>;
+  using OfA = Staged<(A + 15) / 16 * 16>;
+  using OfB = Staged<(B + 15) / 16 * 16>;
+  static constexpr int SPLIT =
+      WARPS % Base::TILES == 0 && ROWS / 16 % (WARPS / Base::TILES) == 0 ? WARPS / Base::TILES : 1;
+  static constexpr int STEPS = ROWS / 16 / SPLIT, DOWN = Base::TILES / Base::ACROSS;
+  static constexpr bool FULL = SPLIT > 1 || Base::TILES % WARPS == 0;  // each warp has all of its tiles
+  static constexpr bool SHARED = FULL && WARPS % Base::ACROSS == 0;    // and those are of the same columns of B
+  static constexpr int COLUMNS = SHARED ? 1 : Base::OWN;
   float x[Base::OWN][2][4];
+
+  static DEVICE int own(int t) { return SPLIT > 1 ? threadIdx.x / 32 % Base::TILES : Base::own(t); }
+  static DEVICE int part() { return SPLIT > 1 ? threadIdx.x / 32 / Base::TILES : 0; }
 
   DEVICE void clear() {
 #pragma unroll
@@ -137,15 +174,58 @@ struct HeldProducts : Products<A, B> {
       for (int e = 0; e < 8; ++e) x[t][e / 4][e % 4] = 0.0f;
   }
 
-  DEVICE void add(u32 of_a, u32 of_b) {
+  DEVICE void add(u32 of_a, u32 of_b) { add_rows<false>(of_a, of_b, nullptr); }
+
+  // The same, and adds the columns of B to the sums of this warp: each tile's of its share of the rows, by a product
+  // with ones.
+  DEVICE void add(u32 of_a, u32 of_b, float* sums) { add_rows<true>(of_a, of_b, sums); }
+
+  template <bool SUMS>
+  DEVICE void add_rows(u32 of_a, u32 of_b, float* sums) {
+    float totals[COLUMNS][2][4] = {};
+    u32 ones[FRAGMENT_WORDS];
 #pragma unroll
-    for (int t = 0; t < Base::OWN; ++t)
-      if (Base::own(t) < Base::TILES) Base::add(x[t], Base::own(t), of_a, of_b);
+    for (int w = 0; w < FRAGMENT_WORDS; ++w)
+      ones[w] = TF32 ? 0x3f800000 : w >= 4 ? 0 : MATH == Math::f16 ? 0x3c003c00 : 0x3f803f80;
+#pragma unroll 4
+    for (int step = 0; step < STEPS; ++step) {
+      const int row = 16 * (part() * STEPS + step);
+      Columns b;
+#pragma unroll
+      for (int t = 0; t < Base::OWN; ++t) {
+        const int tile = own(t);
+        if (FULL || tile < Base::TILES) {
+          const Columns a = OfA::transposed(of_a, row, tile / Base::ACROSS * 16);
+          if (t == 0 || !SHARED) b = OfB::columns(of_b, row, tile % Base::ACROSS * 16);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) multiply_add(x[t][h], a.w, b.w, h);
+          if (SUMS && step % DOWN == tile / Base::ACROSS) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) multiply_add(totals[SHARED ? 0 : t][h], ones, b.w, h);
+          }
+        }
+      }
+    }
+    if constexpr (SUMS) {
+#pragma unroll
+      for (int t = 0; t < COLUMNS; ++t)
+        if (lane() < 4 && (FULL || own(t) < Base::TILES)) {
+          float* to = sums + own(t) % Base::ACROSS * 16 + lane() * 2;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) to[e / 2 * 8 + e % 2] += totals[t][e / 2][e % 2];
+        }
+    }
   }
 
   DEVICE void store(float* to) {
 #pragma unroll
-    for (int t = 0; t < Base::OWN; ++t)
-      if (Base::own(t) < Base::TILES) Base::visit(x[t], Base::own(t), [&](float sum, int at) { to[at] = sum; });
+    for (int s = 0; s < SPLIT; ++s) {
+      if (s > 0) __syncthreads();
+      if (part() == s)
+#pragma unroll
+        for (int t = 0; t < Base::OWN; ++t)
+          if (FULL || own(t) < Base::TILES)
+            Base::visit(x[t], own(t), [&](float sum, int at) { to[at] = s > 0 ? to[at] + sum : sum; });
+    }
   }
 };
