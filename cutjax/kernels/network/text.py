@@ -33,7 +33,7 @@ class Body:
 
     def __init__(self, of: Resolved):
         self.of, self.schedule, self.program = of, of.schedule, of.schedule.program
-        # Values whose planes other warps may read, or were written, since all warps met; at first, those of the last tile.
+        # Values whose planes other warps may read, or which were made, since all warps met; at first, the last tile's.
         self.read, self.made = set(self.schedule.planes), set[int]()
         self.functions = numbers(of)
         self.place = 0  # of a stage
@@ -48,18 +48,25 @@ class Body:
         yield "const int network = blockIdx.x / blocks, first = blockIdx.x % blocks;"
         yield "extern __shared__ __align__(128) unsigned char shared_memory[];"
         yield "const u32 shared = shared_address(shared_memory);"
+        stored: list[str] = []  # what waits for loads of vectors, all of which are on their way
         for i, (kind, (dtype, own)) in enumerate(zip(self.program.inputs, of.problem.given, strict=True)):
             size, elements = f"SIZE<Dtype::{DTYPES[dtype].stored}>", " * ".join(map(str, kind.sizes))
             whole = f"static_cast<i64>(rows) * {elements}" if kind.name == "rows" else elements
             if own:
                 yield f"in{i} += static_cast<i64>(network) * {whole} * {size};"
-            if kind.name == "matrix":
+            if kind.name == "vector" and padded(kind.sizes[0]) <= of.threads:
+                (n,) = kind.sizes
+                yield f"const float element{i} = load_element<Dtype::{DTYPES[dtype].stored}>(in{i}, {n});"
+                yield f"float* const vector{i} = reinterpret_cast<float*>(shared_memory + {of.places[i]});"
+                stored.append(f"if (threadIdx.x < {padded(n)}) vector{i}[threadIdx.x] = element{i};")
+            elif kind.name == "matrix":
                 k, n = kind.sizes
                 yield f"Matrix<{padded(n)}, {padded(k)}>::load(shared + {of.places[i]}, in{i}, {k}, {n});"
             elif kind.name == "vector":
                 (n,) = kind.sizes
                 yield f"float* const vector{i} = reinterpret_cast<float*>(shared_memory + {of.places[i]});"
                 yield f"load_vector<Dtype::{DTYPES[dtype].stored}>(vector{i}, in{i}, {n}, {padded(n)});"
+        yield from stored
         for i, x in of.written:
             yield f"out{i} += static_cast<i64>(network) * rows * {self.schedule.width(x)} * {self._size(i)};"
         if of.partials:
@@ -76,6 +83,8 @@ class Body:
             for x in self.schedule.outers:
                 yield f"{self._products(x)} products{x};"
                 yield f"products{x}.clear();"
+        yield "cp_async_commit_group();"
+        yield "cp_async_wait_group<0>();"
         yield "__syncthreads();"
 
     def _size(self, i: int) -> str:

@@ -105,8 +105,16 @@ struct Matrix {
   static constexpr int PLANE = ROWS * PITCH;  // of a part
   static constexpr int BYTES = PARTS * PLANE;
 
-  // Copies a matrix, of which columns and rows past the end are zeros.
+  // Copies a matrix, of which columns and rows past the end are zeros; what is copied by 16 bytes may be on its way.
   static DEVICE void load(u32 to, const char* from, int rows, int columns) {
+    if (SIZE<OPERAND> == 2 && PARTS == 1 && columns % 8 == 0) {
+      for (int at = threadIdx.x; at < ROWS * COLUMNS / 8; at += THREADS) {
+        int row = at / (COLUMNS / 8), column = at % (COLUMNS / 8) * 8;
+        bool there = row < rows && column < columns;
+        cp_async<16>(to + row * PITCH + column * 2, from + (there ? row * columns + column : 0) * 2, there);
+      }
+      return;
+    }
     for (int at = threadIdx.x; at < ROWS * COLUMNS / 2; at += THREADS) {
       int row = at / (COLUMNS / 2), column = at % (COLUMNS / 2) * 2;
       float x[2];
@@ -160,6 +168,13 @@ struct Matrix {
     return b;
   }
 };
+
+template <Dtype D>
+DEVICE float load_element(const char* from, int size) {
+  Pair<D> one{};
+  if (threadIdx.x < size) one.load_one(from + threadIdx.x * SIZE<D>);
+  return one[0];
+}
 
 template <Dtype D>
 DEVICE void load_vector(float* to, const char* from, int size, int places) {

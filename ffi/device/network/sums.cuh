@@ -162,6 +162,9 @@ struct HeldProducts : Products<A, B> {
   static constexpr bool FULL = SPLIT > 1 || Base::TILES % WARPS == 0;  // each warp has all of its tiles
   static constexpr bool SHARED = FULL && WARPS % Base::ACROSS == 0;    // and those are of the same columns of B
   static constexpr int COLUMNS = SHARED ? 1 : Base::OWN;
+  // Warps take rows in turns that differ by their tiles' places, so that all add up columns at the same steps.
+  static constexpr bool IN_TURNS = SHARED && STEPS % DOWN == 0;
+  static constexpr int UNROLL = DOWN > 4 ? DOWN : 4;
   float x[Base::OWN][2][4];
 
   static DEVICE int own(int t) { return SPLIT > 1 ? threadIdx.x / 32 % Base::TILES : Base::own(t); }
@@ -187,9 +190,11 @@ struct HeldProducts : Products<A, B> {
 #pragma unroll
     for (int w = 0; w < FRAGMENT_WORDS; ++w)
       ones[w] = TF32 ? 0x3f800000 : w >= 4 ? 0 : MATH == Math::f16 ? 0x3c003c00 : 0x3f803f80;
-#pragma unroll 4
+    const int turn = own(0) / Base::ACROSS;
+#pragma unroll UNROLL
     for (int step = 0; step < STEPS; ++step) {
-      const int row = 16 * (part() * STEPS + step);
+      const int place = SUMS && IN_TURNS ? step / DOWN * DOWN + (step + turn) % DOWN : step;
+      const int row = 16 * (part() * STEPS + place);
       Columns b;
 #pragma unroll
       for (int t = 0; t < Base::OWN; ++t) {
@@ -199,7 +204,8 @@ struct HeldProducts : Products<A, B> {
           if (t == 0 || !SHARED) b = OfB::columns(of_b, row, tile % Base::ACROSS * 16);
 #pragma unroll
           for (int h = 0; h < 2; ++h) multiply_add(x[t][h], a.w, b.w, h);
-          if (SUMS && step % DOWN == tile / Base::ACROSS) {
+          const int share = IN_TURNS ? t * (WARPS / Base::ACROSS) % DOWN : tile / Base::ACROSS;
+          if (SUMS && step % DOWN == share) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) multiply_add(totals[SHARED ? 0 : t][h], ones, b.w, h);
           }
