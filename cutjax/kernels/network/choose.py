@@ -60,6 +60,16 @@ def configs(problem: Problem) -> Iterator[Config]:
     for chained, memory, memory_sums in itertools.product(flags, flags[::-1], sums):
         for warps, tiles, blocks in itertools.product((8, 4, 2, 1), (2, 1), (4, 3, 2, 1)):
             yield Config(warps, tiles, chained, memory, memory_sums, blocks)
+    if problem.program.sums and problem.dtype.itemsize == 2:
+        for memory, warps, tiles, blocks in itertools.product(flags[::-1], (16, 8, 4), (2, 1), (2, 1)):
+            yield Config(warps, tiles, True, memory, False, blocks, planes=True)
+
+
+def candidates(problem: Problem) -> Iterator[Config]:
+    """Yields the configs that are chosen among."""
+    for config in configs(problem):
+        if not config.unmeasured:
+            yield config
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
@@ -75,7 +85,7 @@ def choose(problem: Problem) -> Choice[Problem, Kernel]:
     """Returns the kernel that is predicted to be the fastest, or the reasons why there is none."""
     if found := why_not(problem):
         return Choice(problem, tuple(found))
-    each = (resolve(problem, config) for config in configs(problem))
+    each = (resolve(problem, config) for config in candidates(problem))
     return fastest(problem, each, "one kernel, not measured", floor_us(problem))
 
 

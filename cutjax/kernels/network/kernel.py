@@ -49,7 +49,7 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + f"y{c.polynomial}" * (c.polynomial > 0)
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -58,7 +58,7 @@ class Kernel(Resolved):
     def source(self) -> str:
         """The device text; the number of rows is an argument, all widths are compiled in."""
         c = self.config
-        constants = {"THREADS": self.threads, "M_TILES": c.tiles, "BLOCKS_PER_SM": c.blocks}
+        constants = {"THREADS": self.threads, "M_TILES": c.tiles, "BLOCKS_PER_SM": c.blocks, "POLYNOMIAL": c.polynomial}
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
         head += f"constexpr Math MATH = Math::{self.math};\n"
         return sources.source(

@@ -20,7 +20,7 @@ PARTS = {"bf16x3": 2, "bf16x6": 3, "bf16x9": 3}
 PRODUCTS = {"bf16x3": 3, "bf16x6": 6, "bf16x9": 9}
 OUTER_INSTRUCTIONS, OUTER_ISSUED = 300, 700  # of a pair of outer products: of text, and in its loops
 # Registers of a thread beside fragments and accumulators, and more of them.
-BESIDE, BESIDE_MEMORY, BESIDE_PARTS = 60, 72, 32
+BESIDE, BESIDE_MEMORY, BESIDE_PARTS, BESIDE_PLANES = 60, 72, 32, 22
 MOST_AHEAD = 128  # registers of fragments that are loaded before the columns of a stage, not for each 16 of them again
 SMS = 132  # where the device does not say
 
@@ -38,6 +38,7 @@ class Config:
       blocks: on an SM.
       planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
         else they are stashed, and staged there for each sum.
+      polynomial: of 8 tanh that may be approximate, how many are polynomials.
     """
 
     warps: int
@@ -47,6 +48,12 @@ class Config:
     memory_sums: bool = False
     blocks: int = 1
     planes: bool = False
+    polynomial: int = 0
+
+    @property
+    def unmeasured(self) -> bool:
+        """True for what has not run on a device: nothing chooses it by itself."""
+        return self.planes or self.polynomial > 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,8 +229,8 @@ class Resolved:
         most = max((self.registers_of(i, stage) for i, stage in enumerate(self.schedule.stages)), default=0)
         c = self.config
         # Addresses of global memory are the longer ones, and parts are made of parts.
-        more = BESIDE_MEMORY * (c.memory and c.chained) + BESIDE_PARTS * (self.parts - 1)
-        return most + BESIDE + more + (0 if c.memory_sums else self.sum_registers)
+        more = BESIDE_MEMORY * (c.memory and c.chained and bool(self.stash_bytes)) + BESIDE_PARTS * (self.parts - 1)
+        return most + (BESIDE_PLANES if c.planes else BESIDE) + more + (0 if c.memory_sums else self.sum_registers)
 
     @property
     def sum_registers(self) -> int:
