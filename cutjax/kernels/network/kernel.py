@@ -49,7 +49,16 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + f"y{c.polynomial}" * (c.polynomial > 0)
+        flags = (
+            "c" * c.chained
+            + "m" * c.memory
+            + "s" * c.memory_sums
+            + "p" * c.planes
+            + "l" * c.late
+            + "f" * c.prefetch
+            + f"y{c.polynomial}" * (c.polynomial > 0)
+            + f"o{c.outer}" * (c.outer > 1)
+        )
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -58,7 +67,13 @@ class Kernel(Resolved):
     def source(self) -> str:
         """The device text; the number of rows is an argument, all widths are compiled in."""
         c = self.config
-        constants = {"THREADS": self.threads, "M_TILES": c.tiles, "BLOCKS_PER_SM": c.blocks, "POLYNOMIAL": c.polynomial}
+        constants = {
+            "THREADS": self.threads,
+            "M_TILES": c.tiles,
+            "BLOCKS_PER_SM": c.blocks,
+            "POLYNOMIAL": c.polynomial,
+            "OUTER_TILES": c.outer,
+        }
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
         head += f"constexpr Math MATH = Math::{self.math};\n"
         return sources.source(
@@ -83,7 +98,11 @@ class Kernel(Resolved):
         if self.instructions > longest:
             found.append(f"about {self.instructions} instructions, at most {longest}: they would compile for long")
         widest = max(kind.sizes[0] for kind in p.program.kinds if kind.name == "rows")
-        sizes = {"rows": p.rows + 2 * self.rows, "blocks": self.blocks * p.networks, "elements of a row": widest * 16}
+        sizes = {
+            "rows": p.rows + (2 + self.blocks * c.prefetch) * self.rows,
+            "blocks": self.blocks * p.networks,
+            "elements of a row": widest * 16,
+        }
         found += reasons.of_counters(sizes)
         if not found:
             try:

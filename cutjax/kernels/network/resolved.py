@@ -39,6 +39,9 @@ class Config:
       planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
         else they are stashed, and staged there for each sum.
       polynomial: of 8 tanh that may be approximate, how many are polynomials.
+      outer: tiles of 16 on a side of the squares of sums of outer products that a warp has in registers.
+      late: whether what a stage hands on is written to planes at its end, if it has to wait for other warps.
+      prefetch: whether inputs of up to 16 columns are loaded a tile before they are read.
     """
 
     warps: int
@@ -49,11 +52,14 @@ class Config:
     blocks: int = 1
     planes: bool = False
     polynomial: int = 0
+    outer: int = 1
+    late: bool = False
+    prefetch: bool = False
 
     @property
     def unmeasured(self) -> bool:
         """True for what has not run on a device: nothing chooses it by itself."""
-        return self.planes or self.polynomial > 0
+        return self.planes or self.polynomial > 0 or self.outer > 1 or self.prefetch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -224,6 +230,12 @@ class Resolved:
         return self._fragments(held) + self._fragments(handed) + more + chunks + self.words
 
     @property
+    def prefetched(self) -> tuple[int, ...]:
+        """The numbers of inputs that are loaded a tile before they are read."""
+        inputs = enumerate(self.problem.program.inputs)
+        return tuple(i for i, kind in inputs if self.config.prefetch and kind.name == "rows" and kind.sizes[0] <= 16)
+
+    @property
     def registers(self) -> int:
         """About how many registers a thread needs."""
         most = max((self.registers_of(i, stage) for i, stage in enumerate(self.schedule.stages)), default=0)
@@ -235,9 +247,12 @@ class Resolved:
     @property
     def sum_registers(self) -> int:
         """Registers of a thread that have sums of outer products."""
-        kinds = self.problem.program.kinds
-        tiles = [padded(a) * padded(b) // 256 for a, b in (kinds[x].sizes for x in self.schedule.outers)]
-        return sum(8 * -(-x // self.config.warps) for x in tiles)
+        kinds, found = self.problem.program.kinds, 0
+        for a, b in (kinds[x].sizes for x in self.schedule.outers):
+            down, across = padded(a) // 16, padded(b) // 16
+            side = self.config.outer if down % self.config.outer == across % self.config.outer == 0 else 1
+            found += 8 * side**2 * -(-down * across // side**2 // self.config.warps)
+        return found
 
     @property
     def instructions(self) -> int:

@@ -17,7 +17,8 @@ _UNROLL = {True: "#pragma unroll", False: "#pragma unroll 1"}
 def functions(of: Resolved) -> str:
     """Returns the text of the elementwise functions, each a function of its values and its results."""
     found = [emit.emit(function).replace("epilogue_element", f"function{i}") for function, i in numbers(of).items()]
-    return "".join(found).replace("= tanh_approx(", "= tanh_by(col, ")
+    text = "".join(found)
+    return text.replace("= tanh_approx(", "= tanh_by(col, ") if of.config.polynomial else text
 
 
 def numbers(of: Resolved) -> dict[Epilogue, int]:
@@ -35,12 +36,19 @@ class Body:
         self.of, self.schedule, self.program = of, of.schedule, of.schedule.program
         # Values whose planes other warps may read, or which were made, since all warps met; at first, the last tile's.
         self.read, self.made = set(self.schedule.planes), set[int]()
+        self.waiting: Collection[int] = ()  # of a stage, what it writes to planes at its end
         self.functions = numbers(of)
         self.place = 0  # of a stage
 
     def text(self) -> str:
         """Returns the text."""
-        lines = [*self._prologue(), "for (int tile = first; tile < tiles; tile += blocks) {", *self._tile(), "}"]
+        lines = [
+            *self._prologue(),
+            *self._fetched("first"),
+            "for (int tile = first; tile < tiles; tile += blocks) {",
+            *self._tile(),
+            "}",
+        ]
         return "".join(f"  {line}\n" for line in [*lines, *self._finish()])
 
     def _prologue(self) -> Iterator[str]:
@@ -96,10 +104,12 @@ class Body:
 
     def _tile(self) -> Iterator[str]:
         yield "  const int row = tile * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4;"
+        for x in self.of.prefetched:
+            yield f"  const Chunk now{x} = next{x}.chunk();"
+        yield from (f"  {line}" for line in self._fetched("tile + blocks"))
         for x in sorted(filter(self.schedule.is_input, self.schedule.planes)):
             yield from (f"  {line}" for line in self._writes([x]))
-            stored = DTYPES[self.of.problem.given[x][0]].stored
-            loaded = f"load_rows<Dtype::{stored}, {self.schedule.width(x)}>(in{x}, row, rows, j)"
+            loaded = self._loaded(x, "j")
             yield "  #pragma unroll"
             yield f"  for (int j = 0; j < {padded(self.schedule.width(x)) // 16}; ++j)"
             yield f"    {self._staged(x)}::store(shared + {self.of.plane(x).start}, packed({loaded}), j);"
@@ -114,6 +124,22 @@ class Body:
                 self.place += 1
             else:
                 yield from self._outer(phase)
+
+    def _fetched(self, tile: str) -> Iterator[str]:
+        """Yields the loads of what is prefetched for a tile."""
+        at = f"({tile}) * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4"
+        for x in self.of.prefetched:
+            if tile == "first":
+                yield f"{self._rows(x)} next{x};"
+            yield f"next{x}.load(in{x}, {at}, rows, 0);"
+
+    def _rows(self, x: int) -> str:
+        return f"Rows<Dtype::{DTYPES[self.of.problem.given[x][0]].stored}, {self.schedule.width(x)}>"
+
+    def _loaded(self, x: int, j: str) -> str:
+        """Returns the chunk of an input."""
+        rows = self._rows(x).removeprefix("Rows")
+        return f"now{x}" if x in self.of.prefetched else f"load_rows{rows}(in{x}, row, rows, {j})"
 
     def _writes(self, values: Collection[int]) -> Iterator[str]:
         """Yields a barrier where other warps may still read what planes of some values had before."""
@@ -153,8 +179,7 @@ class Body:
         if x in self.schedule.planes:
             yield f"const Chunk c{x} = {self._staged(x)}::load(shared + {self.of.plane(x).start}, {j});"
         elif self.schedule.is_input(x):
-            stored = DTYPES[self.of.problem.given[x][0]].stored
-            yield f"const Chunk c{x} = load_rows<Dtype::{stored}, {self.schedule.width(x)}>(in{x}, row, rows, {j});"
+            yield f"const Chunk c{x} = {self._loaded(x, j)};"
         elif x in self.schedule.stashed:
             yield f"const Chunk c{x} = unstash({self._stash(x, j)});"
         else:
@@ -190,7 +215,12 @@ class Body:
         handed = [x for i, x in schedule.handed if i == self.place + 1 and x in stage.makes]
         for x in handed:
             yield f"  Fragment f{x}[{slices}];"
-        yield from (f"  {line}" for line in self._writes(self.schedule.planes.intersection(stage.makes)))
+        made = self.schedule.planes.intersection(stage.makes)
+        # What is handed on, and may not be written yet, waits for the last column.
+        late = self.of.config.late and made <= {*handed}
+        self.waiting = made if late and self._meet(made, self.read) else set()
+        if not self.waiting:
+            yield from (f"  {line}" for line in self._writes(made))
         yield "  {"
         ahead = [x for x in multiplied if (self.place, x) not in schedule.handed and self.of.ahead[self.place]]
         for x in ahead:
@@ -201,6 +231,11 @@ class Body:
         yield from (f"      {line}" for line in self._columns_of(stage, ahead, handed))
         yield "    }"
         yield "  }"
+        if self.waiting:
+            yield from (f"  {line}" for line in self._writes(made))
+        for x in self.waiting:
+            yield "  #pragma unroll"
+            yield f"  for (int j = 0; j < {slices}; ++j) {self._staged(x)}::store(shared + {self.of.plane(x).start}, f{x}[j], j);"
 
     def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
         schedule = self.schedule
@@ -248,6 +283,7 @@ class Body:
             if x in schedule.planes:
                 yield f"Fragment p{x} = packed(c{x});"
                 yield f"clear_rows(p{x}, row, rows);"
+            if x in schedule.planes and x not in self.waiting:
                 yield f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, p{x}, j);"
         yield from (f"f{x}[j] = {f'p{x}' if x in schedule.planes else f'packed(c{x})'};" for x in handed)
         for x in stage.makes:

@@ -213,31 +213,47 @@ DEVICE void add_vector(Chunk& c, const float* vector, int j) {
 
 // ---- rows in memory ----
 
-// The 16 columns from 16 j on of this thread's rows, the first of which is `row`; zeros past the end.
+// The 16 columns from 16 j on of this thread's rows, the first of which is `row`, as they are in memory; zeros past the
+// end. Nothing waits for them here.
+template <Dtype D, int WIDTH>
+struct Rows {
+  static constexpr int LOADS = WIDTH % 2 == 0 ? 1 : 2;  // of two columns
+  Pair<D> x[M_TILES][2][2][LOADS];
+
+  DEVICE void load(const char* from, int row, int rows, int j) {
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int e = 0; e < LOADS; ++e) {
+            int at = row + 16 * i + 8 * half, column = 16 * j + 8 * h + lane() % 4 * 2 + e;
+            const char* p = from + (static_cast<i64>(at) * WIDTH + column) * SIZE<D>;
+            Pair<D>& to = x[i][h][half][e];
+            to = {};
+            if (at < rows && column < WIDTH) {
+              if constexpr (LOADS == 1)
+                to.load(p);
+              else
+                to.load_one(p);
+            }
+          }
+  }
+
+  DEVICE Chunk chunk() const {
+    Chunk c;
+    EACH_ELEMENT c.x[i][h][e] = LOADS == 1 ? x[i][h][e / 2][0][e % 2] : x[i][h][e / 2][e % 2 % LOADS][0];
+    return c;
+  }
+};
+
 template <Dtype D, int WIDTH>
 DEVICE Chunk load_rows(const char* from, int row, int rows, int j) {
-  Chunk c;
-#pragma unroll
-  for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int at = row + 16 * i + 8 * half, column = 16 * j + 8 * h + lane() % 4 * 2;
-        const char* p = from + (static_cast<i64>(at) * WIDTH + column) * SIZE<D>;
-        Pair<D> x{};
-        if constexpr (WIDTH % 2 == 0) {
-          if (at < rows && column < WIDTH) x.load(p);
-        } else {
-          if (at < rows && column + 1 < WIDTH) {
-            x.load_each(p, p + SIZE<D>);
-          } else if (at < rows && column < WIDTH) {
-            x.load_one(p);
-          }
-        }
-        c.x[i][h][2 * half] = x[0], c.x[i][h][2 * half + 1] = x[1];
-      }
-  return c;
+  Rows<D, WIDTH> found;
+  found.load(from, row, rows, j);
+  return found.chunk();
 }
 
 template <Dtype D, int WIDTH>

@@ -113,9 +113,6 @@ struct Staged {
 template <int A, int B>
 struct Products {
   static constexpr int ACROSS = (B + 15) / 16, TILES = (A + 15) / 16 * ACROSS;
-  static constexpr int OWN = (TILES + WARPS - 1) / WARPS;
-
-  static DEVICE int own(int t) { return threadIdx.x / 32 + t * WARPS; }
 
   static DEVICE void add(float (&x)[2][4], int tile, u32 of_a, u32 of_b) {
 #pragma unroll 2
@@ -141,7 +138,7 @@ struct Products {
   // To sums in memory; `before` says whether there are any.
   static DEVICE void add_in_memory(float* sums, bool before, u32 of_a, u32 of_b) {
 #pragma unroll 1
-    for (int tile = own(0); tile < TILES; tile += WARPS) {
+    for (int tile = threadIdx.x / 32; tile < TILES; tile += WARPS) {
       float x[2][4] = {};
       if (before) visit(x, tile, [&](float& sum, int at) { sum = sums[at]; });
       add(x, tile, of_a, of_b);
@@ -150,75 +147,84 @@ struct Products {
   }
 };
 
-// The same in registers. Where there are fewer tiles than warps, several have a tile, each of its part of the rows.
+// The same in registers: squares of OUTER_TILES tiles on a side, one after the other to each warp. Where there are
+// fewer squares than warps, several have one, each of its part of the rows.
 template <int A, int B>
 struct HeldProducts : Products<A, B> {
   using Base = Products<A, B>;
   using OfA = Staged<(A + 15) / 16 * 16>;
   using OfB = Staged<(B + 15) / 16 * 16>;
-  static constexpr int SPLIT =
-      WARPS % Base::TILES == 0 && ROWS / 16 % (WARPS / Base::TILES) == 0 ? WARPS / Base::TILES : 1;
-  static constexpr int STEPS = ROWS / 16 / SPLIT, DOWN = Base::TILES / Base::ACROSS;
-  static constexpr bool FULL = SPLIT > 1 || Base::TILES % WARPS == 0;  // each warp has all of its tiles
-  static constexpr bool SHARED = FULL && WARPS % Base::ACROSS == 0;    // and those are of the same columns of B
-  static constexpr int COLUMNS = SHARED ? 1 : Base::OWN;
-  // Warps take rows in turns that differ by their tiles' places, so that all add up columns at the same steps.
+  static constexpr int SIDE = (A + 15) / 16 % OUTER_TILES == 0 && Base::ACROSS % OUTER_TILES == 0 ? OUTER_TILES : 1;
+  static constexpr int ACROSS = Base::ACROSS / SIDE, SQUARES = Base::TILES / (SIDE * SIDE), DOWN = SQUARES / ACROSS;
+  static constexpr int OWN = (SQUARES + WARPS - 1) / WARPS;
+  static constexpr int SPLIT = WARPS % SQUARES == 0 && ROWS / 16 % (WARPS / SQUARES) == 0 ? WARPS / SQUARES : 1;
+  static constexpr int STEPS = ROWS / 16 / SPLIT;
+  static constexpr bool FULL = SPLIT > 1 || SQUARES % WARPS == 0;  // each warp has all of its squares
+  static constexpr bool SHARED = FULL && WARPS % ACROSS == 0;      // and those are of the same columns of B
+  static constexpr int COLUMNS = SHARED ? 1 : OWN;
+  // Warps take rows in turns that differ by their squares' places, so that all add up columns at the same steps.
   static constexpr bool IN_TURNS = SHARED && STEPS % DOWN == 0;
-  static constexpr int UNROLL = DOWN > 4 ? DOWN : 4;
-  float x[Base::OWN][2][4];
+  static constexpr int UNROLL = DOWN > 4 ? DOWN : 4 / SIDE;
+  float x[OWN][SIDE][SIDE][2][4];
 
-  static DEVICE int own(int t) { return SPLIT > 1 ? threadIdx.x / 32 % Base::TILES : Base::own(t); }
-  static DEVICE int part() { return SPLIT > 1 ? threadIdx.x / 32 / Base::TILES : 0; }
+  static DEVICE int own(int t) { return SPLIT > 1 ? threadIdx.x / 32 % SQUARES : threadIdx.x / 32 + t * WARPS; }
+  static DEVICE int part() { return SPLIT > 1 ? threadIdx.x / 32 / SQUARES : 0; }
+  static DEVICE bool there(int t) { return FULL || own(t) < SQUARES; }
 
   DEVICE void clear() {
 #pragma unroll
-    for (int t = 0; t < Base::OWN; ++t)
+    for (int t = 0; t < OWN; ++t)
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[t][e / 4][e % 4] = 0.0f;
+      for (int e = 0; e < SIDE * SIDE * 8; ++e) x[t][e / 8 / SIDE][e / 8 % SIDE][e / 4 % 2][e % 4] = 0.0f;
   }
 
   DEVICE void add(u32 of_a, u32 of_b) { add_rows<false>(of_a, of_b, nullptr); }
 
-  // The same, and adds the columns of B to the sums of this warp: each tile's of its share of the rows, by a product
+  // The same, and adds the columns of B to the sums of this warp: each square's of its share of the rows, by a product
   // with ones.
   DEVICE void add(u32 of_a, u32 of_b, float* sums) { add_rows<true>(of_a, of_b, sums); }
 
   template <bool SUMS>
   DEVICE void add_rows(u32 of_a, u32 of_b, float* sums) {
-    float totals[COLUMNS][2][4] = {};
+    float totals[COLUMNS][SIDE][2][4] = {};
     u32 ones[FRAGMENT_WORDS];
 #pragma unroll
     for (int w = 0; w < FRAGMENT_WORDS; ++w)
       ones[w] = TF32 ? 0x3f800000 : w >= 4 ? 0 : MATH == Math::f16 ? 0x3c003c00 : 0x3f803f80;
-    const int turn = own(0) / Base::ACROSS;
+    const int turn = own(0) / ACROSS;
 #pragma unroll UNROLL
     for (int step = 0; step < STEPS; ++step) {
       const int place = SUMS && IN_TURNS ? step / DOWN * DOWN + (step + turn) % DOWN : step;
       const int row = 16 * (part() * STEPS + place);
-      Columns b;
+      Columns b[SIDE];
 #pragma unroll
-      for (int t = 0; t < Base::OWN; ++t) {
-        const int tile = own(t);
-        if (FULL || tile < Base::TILES) {
-          const Columns a = OfA::transposed(of_a, row, tile / Base::ACROSS * 16);
-          if (t == 0 || !SHARED) b = OfB::columns(of_b, row, tile % Base::ACROSS * 16);
+      for (int t = 0; t < OWN; ++t)
+        if (there(t)) {
+          const int down = own(t) / ACROSS, across = own(t) % ACROSS;
+          if (t == 0 || !SHARED)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) multiply_add(x[t][h], a.w, b.w, h);
-          const int share = IN_TURNS ? t * (WARPS / Base::ACROSS) % DOWN : tile / Base::ACROSS;
+            for (int n = 0; n < SIDE; ++n) b[n] = OfB::columns(of_b, row, (across * SIDE + n) * 16);
+#pragma unroll
+          for (int m = 0; m < SIDE; ++m) {
+            const Columns a = OfA::transposed(of_a, row, (down * SIDE + m) * 16);
+#pragma unroll
+            for (int h = 0; h < 2 * SIDE; ++h) multiply_add(x[t][m][h / 2][h % 2], a.w, b[h / 2].w, h % 2);
+          }
+          const int share = IN_TURNS ? t * (WARPS / ACROSS) % DOWN : down;
           if (SUMS && step % DOWN == share) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) multiply_add(totals[SHARED ? 0 : t][h], ones, b.w, h);
+            for (int h = 0; h < 2 * SIDE; ++h)
+              multiply_add(totals[SHARED ? 0 : t][h / 2][h % 2], ones, b[h / 2].w, h % 2);
           }
         }
-      }
     }
     if constexpr (SUMS) {
 #pragma unroll
       for (int t = 0; t < COLUMNS; ++t)
-        if (lane() < 4 && (FULL || own(t) < Base::TILES)) {
-          float* to = sums + own(t) % Base::ACROSS * 16 + lane() * 2;
+        if (lane() < 4 && there(t)) {
+          float* to = sums + own(t) % ACROSS * (SIDE * 16) + lane() * 2;
 #pragma unroll
-          for (int e = 0; e < 4; ++e) to[e / 2 * 8 + e % 2] += totals[t][e / 2][e % 2];
+          for (int e = 0; e < SIDE * 4; ++e) to[e / 2 * 8 + e % 2] += totals[t][e / 4][e / 2 % 2][e % 2];
         }
     }
   }
@@ -229,9 +235,14 @@ struct HeldProducts : Products<A, B> {
       if (s > 0) __syncthreads();
       if (part() == s)
 #pragma unroll
-        for (int t = 0; t < Base::OWN; ++t)
-          if (FULL || own(t) < Base::TILES)
-            Base::visit(x[t], own(t), [&](float sum, int at) { to[at] = s > 0 ? to[at] + sum : sum; });
+        for (int t = 0; t < OWN; ++t)
+          if (there(t))
+#pragma unroll
+            for (int e = 0; e < SIDE * SIDE; ++e) {
+              const int m = own(t) / ACROSS * SIDE + e / SIDE, n = own(t) % ACROSS * SIDE + e % SIDE;
+              Base::visit(x[t][e / SIDE][e % SIDE], m * Base::ACROSS + n,
+                          [&](float sum, int at) { to[at] = s > 0 ? to[at] + sum : sum; });
+            }
     }
   }
 };
