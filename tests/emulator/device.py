@@ -213,10 +213,9 @@ def emulated(machine: Machine | None = None) -> Iterator[None]:
     machine = machine or Machine()
     decide = lowering.decide
 
-    def decided(primitive: Any, avals: Any, params: Any, *, platform: str, divided: bool) -> Any:
-        return decide(
-            primitive, avals, params, platform="cuda" if params["backend"] == "cuda" else platform, divided=divided
-        )
+    def decided(primitive: Any, avals: Any, params: Any, *, platform: str, **how: Any) -> Any:
+        platform = "cuda" if params["backend"] == "cuda" else platform
+        return decide(primitive, avals, params, platform=platform, **how)
 
     def launched(called: Call, results: Sequence[jax.ShapeDtypeStruct], *xs: jax.Array) -> Any:
         taken = called.prepare(xs) if called.prepare else xs

@@ -234,8 +234,9 @@ class Body:
         if self.waiting:
             yield from (f"  {line}" for line in self._writes(made))
         for x in self.waiting:
-            yield "  #pragma unroll"
-            yield f"  for (int j = 0; j < {slices}; ++j) {self._staged(x)}::store(shared + {self.of.plane(x).start}, f{x}[j], j);"
+            yield f"  {_UNROLL[True]}"
+            stored = f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, f{x}[j], j);"
+            yield f"  for (int j = 0; j < {slices}; ++j) {stored}"
 
     def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
         schedule = self.schedule
