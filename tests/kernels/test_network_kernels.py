@@ -20,7 +20,7 @@ from cutjax.kernels.network import derivative
 from cutjax.kernels.network.choose import choose, resolve
 from cutjax.kernels.network.kernel import Kernel
 from cutjax.kernels.network.problem import Problem
-from cutjax.kernels.network.program import Affine, Builder, Kind, Map, Outer, Program, Term, elementwise
+from cutjax.kernels.network.program import Affine, Builder, Kind, Map, Outer, Program, Term, elementwise, reusing
 from cutjax.kernels.network.resolved import Config
 from cutjax.kernels.network.schedule import OuterPhase, Schedule
 from cutjax.primitives import network
@@ -198,6 +198,34 @@ def test_stashed_values_do_not_meet(name, chained):
                 assert place < size
 
 
+@pytest.mark.parametrize("name", ["gradients", "gradients of second derivatives"])
+def test_planes_do_not_meet(name):
+    """But for a function's result in the place of what it reads, in which there is one of the two at a time."""
+    program = reusing(form(name, layers(3, 32, 32, 32, 1)))
+    schedule = Schedule(program, True, True)
+    places, size = schedule.plane_places(lambda width: width)
+    made = {x for x in places if not schedule.is_input(x)}
+    assert set(places) == schedule.planes
+    assert all(places[x] >= 0 and places[x] + schedule.width(x) <= size for x in places)
+    for x, y in itertools.combinations(sorted(made), 2):
+        (_, end), (first, _) = sorted((schedule.lifetimes[x], schedule.lifetimes[y]))
+        apart = abs(places[x] - places[y]) >= schedule.width(x)
+        assert apart or end <= first, (x, y)
+        if end == first and not apart:
+            assert places[x] == places[y]
+
+
+def test_derivatives_read_the_factors_of_outer_products():
+    """tanh is not computed again of what it was of; a function whose derivative does not have its result stays."""
+    for f, again in ((jnp.tanh, False), (jax.nn.silu, True)):
+        program = form("gradients", layers(3, 32, 32, 1, f=f))
+        reused = reusing(program)
+        assert (reused == program) == again
+        maps = [step for step, _ in reused.numbered if isinstance(step, Map)]
+        assert sum(node.op == "tanh" for step in maps for node in step.function.nodes) == 2 * (not again)
+        assert reused.kinds == program.kinds
+
+
 def test_phases_compute_everything_once():
     schedule = Schedule(form("gradients", layers(3, 20, 32, 1)), True)
     made = [x for stage in schedule.stages for x in stage.makes]
@@ -243,8 +271,11 @@ def test_no_spills(arch):
     """Whatever is chosen for gradients, whose registers are scarcest."""
     choice = choose(problem(form("gradients", layers(3, 32, 32, 1)), arch=arch, rows=1 << 20))
     assert choice.resolved is not None
-    resources = choice.resolved.compile().resources
-    assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+    planes = resolve(choice.problem, Config(4, 2, planes=True, prefetch=True))
+    assert isinstance(planes, Kernel)
+    for kernel in (choice.resolved, planes):
+        resources = kernel.compile().resources
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0
 
 
 def test_functions_are_as_exact_as_what_reads_them():

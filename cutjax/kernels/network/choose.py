@@ -17,6 +17,9 @@ from cutjax.runtime.choice import Choice, fastest
 
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST = 256
+# What has not run on a device yet is off, and for configs that are asked for: see ``Config``.
+PLANES, LATE, OUTER = False, False, 1
+PREFETCH, POLYNOMIAL = False, 0
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -57,19 +60,15 @@ def configs(problem: Problem) -> Iterator[Config]:
     """Yields the ways to compute a network."""
     flags = (True, False)
     sums = flags[::-1] if problem.program.sums else (False,)
+    polynomial = 0 if problem.program.sums else POLYNOMIAL
     for chained, memory, memory_sums in itertools.product(flags, flags[::-1], sums):
         for warps, tiles, blocks in itertools.product((8, 4, 2, 1), (2, 1), (4, 3, 2, 1)):
-            yield Config(warps, tiles, chained, memory, memory_sums, blocks)
-    if problem.program.sums and problem.dtype.itemsize == 2:
+            yield Config(warps, tiles, chained, memory, memory_sums, blocks, prefetch=PREFETCH, polynomial=polynomial)
+    if PLANES and problem.program.sums and problem.dtype.itemsize == 2:
         for memory, warps, tiles, blocks in itertools.product(flags[::-1], (16, 8, 4), (2, 1), (2, 1)):
-            yield Config(warps, tiles, True, memory, False, blocks, planes=True)
-
-
-def candidates(problem: Problem) -> Iterator[Config]:
-    """Yields the configs that are chosen among."""
-    for config in configs(problem):
-        if not config.unmeasured:
-            yield config
+            yield Config(
+                warps, tiles, True, memory, False, blocks, planes=True, outer=OUTER, late=LATE, prefetch=PREFETCH
+            )
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
@@ -85,7 +84,7 @@ def choose(problem: Problem) -> Choice[Problem, Kernel]:
     """Returns the kernel that is predicted to be the fastest, or the reasons why there is none."""
     if found := why_not(problem):
         return Choice(problem, tuple(found))
-    each = (resolve(problem, config) for config in candidates(problem))
+    each = (resolve(problem, config) for config in configs(problem))
     return fastest(problem, each, "one kernel, not measured", floor_us(problem))
 
 

@@ -56,11 +56,6 @@ class Config:
     late: bool = False
     prefetch: bool = False
 
-    @property
-    def unmeasured(self) -> bool:
-        """True for what has not run on a device: nothing chooses it by itself."""
-        return self.planes or self.polynomial > 0 or self.outer > 1 or self.prefetch
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resolved:
