@@ -221,6 +221,8 @@ class Body:
         self.waiting = made if late and self._meet(made, self.read) else set()
         if not self.waiting:
             yield from (f"  {line}" for line in self._writes(made))
+        if self.schedule.planes:
+            yield "  __syncwarp();"
         yield "  {"
         ahead = [x for x in multiplied if (self.place, x) not in schedule.handed and self.of.ahead[self.place]]
         for x in ahead:
@@ -237,6 +239,8 @@ class Body:
             yield f"  {_UNROLL[True]}"
             stored = f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, f{x}[j], j);"
             yield f"  for (int j = 0; j < {slices}; ++j) {stored}"
+        for x in sorted(made):
+            yield f"  if ((tile + 1) * ROWS > rows) {self._staged(x)}::clear(shared + {self.of.plane(x).start}, row, rows);"
 
     def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
         schedule = self.schedule
@@ -282,8 +286,7 @@ class Body:
             if x in handed or x in schedule.stashed or x in schedule.planes:
                 yield from self._cleared(x, "j")
             if x in schedule.planes:
-                yield f"Fragment p{x} = packed(c{x});"
-                yield f"clear_rows(p{x}, row, rows);"
+                yield f"const Fragment p{x} = packed(c{x});"
             if x in schedule.planes and x not in self.waiting:
                 yield f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, p{x}, j);"
         yield from (f"f{x}[j] = {f'p{x}' if x in schedule.planes else f'packed(c{x})'};" for x in handed)

@@ -26,50 +26,75 @@ struct Staged {
   static constexpr int PITCH = COLUMNS * ELEMENT_BYTES + (TF32 ? 32 : 16);
   static constexpr int PLANE = ROWS * PITCH;
 
-  // Where this thread has the first two elements of 16 columns.
+  // Where this thread has the first two elements of 16 columns, and the place of its row of them among a warp's 16.
   static DEVICE u32 own(u32 plane, int j) {
     return plane + (threadIdx.x / 32 * (16 * M_TILES) + lane() / 4) * PITCH + (16 * j + lane() % 4 * 2) * ELEMENT_BYTES;
   }
+  static DEVICE u32 own_row(u32 plane, int j) {
+    return plane + (threadIdx.x / 32 * (16 * M_TILES) + lane() % 16) * PITCH + (16 * j + lane() / 16 * 8) * 2;
+  }
 
   static DEVICE void store(u32 to, const Fragment& f, int j) {
-    const u32 first = own(to, j);
 #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
+    for (int i = 0; i < M_TILES; ++i) {
+      const u32(&w)[FRAGMENT_WORDS] = f.w[i];
+#if __CUDA_ARCH__ >= 900
+      if constexpr (!TF32) {
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+          stmatrix_x4(own_row(to, j) + 16 * i * PITCH + p * PLANE, w[4 * p], w[4 * p + 1], w[4 * p + 2], w[4 * p + 3]);
+        continue;
+      }
+#endif
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          u32 place = first + (16 * i + 8 * half) * PITCH + 8 * h * ELEMENT_BYTES;
+          u32 place = own(to, j) + (16 * i + 8 * half) * PITCH + 8 * h * ELEMENT_BYTES;
           if constexpr (TF32) {
-            st_shared_v2(place, f.w[i][4 * h + half], f.w[i][4 * h + 2 + half]);
+            st_shared_v2(place, w[4 * h + half], w[4 * h + 2 + half]);
           } else {
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p) st_shared_u32(place + p * PLANE, f.w[i][4 * p + 2 * h + half]);
+            for (int p = 0; p < PARTS; ++p) st_shared_u32(place + p * PLANE, w[4 * p + 2 * h + half]);
           }
         }
+    }
+  }
+
+  // Zeros in rows past the end.
+  static DEVICE void clear(u32 plane, int row, int rows) {
+    __syncwarp();
+#pragma unroll 1
+    for (int j = 0; j < COLUMNS / 16; ++j)
+#pragma unroll
+      for (int at = 0; at < M_TILES * 16; at += 8)
+        if (row + at >= rows) {
+          st_shared_u32(own(plane, j) + at * PITCH, 0);
+          st_shared_u32(own(plane, j) + at * PITCH + 8 * ELEMENT_BYTES, 0);
+        }
+  }
+
+  // What this warp has stored, of 16 bits.
+  static DEVICE Chunk load(u32 from, int j) {
+    Chunk c;
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i) {
+      u32 w[4];
+      ldmatrix_x4(own_row(from, j) + 16 * i * PITCH, w[0], w[1], w[2], w[3]);
+#pragma unroll
+      for (int of = 0; of < 4; ++of) {
+        Pair<MATH == Math::f16 ? Dtype::f16 : Dtype::bf16> pair;
+        pair.bits[0] = w[of];
+        c.x[i][of / 2][of % 2 * 2] = pair[0], c.x[i][of / 2][of % 2 * 2 + 1] = pair[1];
+      }
+    }
+    return c;
   }
 
   static DEVICE void store_cleared(u32 to, const Chunk& c, int row, int rows, int j) {
     Fragment f = packed(c);
     clear_rows(f, row, rows);
     store(to, f, j);
-  }
-
-  // What this thread has stored, of 16 bits.
-  static DEVICE Chunk load(u32 from, int j) {
-    Chunk c;
-    const u32 first = own(from, j);
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Pair<MATH == Math::f16 ? Dtype::f16 : Dtype::bf16> pair;
-          pair.bits[0] = ld_shared_u32(first + (16 * i + 8 * half) * PITCH + 8 * h * ELEMENT_BYTES);
-          c.x[i][h][2 * half] = pair[0], c.x[i][h][2 * half + 1] = pair[1];
-        }
-    return c;
   }
 
   // 16 columns of 16 rows, as the rows of an operand whose k are these rows.
