@@ -240,7 +240,8 @@ class Body:
             stored = f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, f{x}[j], j);"
             yield f"  for (int j = 0; j < {slices}; ++j) {stored}"
         for x in sorted(made):
-            yield f"  if ((tile + 1) * ROWS > rows) {self._staged(x)}::clear(shared + {self.of.plane(x).start}, row, rows);"
+            cleared = f"{self._staged(x)}::clear(shared + {self.of.plane(x).start}, row, rows);"
+            yield f"  if ((tile + 1) * ROWS > rows) {cleared}"
 
     def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
         schedule = self.schedule
