@@ -224,7 +224,7 @@ class Schedule:
         return self._placed(self.stashed, lambda width: padded(width) // 16)
 
     def plane_places(self, size: Callable[[int], int]) -> tuple[dict[int, int], int]:
-        """Returns the places at which planes begin, and the size of all, told that of a width. Inputs have their own."""
+        """Returns the places at which planes begin, those of inputs last, and the size of all, told that of a width."""
         found, whole = self._placed(self.planes, size)
         for x in sorted(filter(self.is_input, self.planes)):
             found[x] = whole
