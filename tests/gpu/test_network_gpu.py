@@ -92,7 +92,7 @@ def test_random_numbers(form, dtype_precision, widths, rows):
 PLANES = [
     Config(8, 2, planes=True, prefetch=True),
     Config(16, 1, planes=True, late=True),
-    Config(8, 2, planes=True, outer=2, polynomial=1),
+    Config(8, 2, planes=True, outer=2),
     Config(4, 1, planes=True, blocks=2),
 ]
 

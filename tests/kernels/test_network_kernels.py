@@ -113,7 +113,7 @@ CASES = [
     ("gradients", "bfloat16", None, Config(2, 1)),
     ("gradients", "float32", X9, Config(2, 1, chained=False, memory=True, memory_sums=True)),
     ("gradients", "float32", None, Config(2, 2)),
-    ("gradients", "bfloat16", None, Config(1, 2, planes=True, late=True, polynomial=2)),
+    ("gradients", "bfloat16", None, Config(1, 2, planes=True, late=True)),
     ("gradients", "bfloat16", None, Config(4, 1, planes=True, outer=2, prefetch=True)),
     ("gradients", "float16", None, Config(8, 1, planes=True, late=True)),
     ("gradients of second derivatives", "float16", None, Config(3, 1, planes=True, late=True)),

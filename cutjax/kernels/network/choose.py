@@ -17,9 +17,8 @@ from cutjax.runtime.choice import Choice, fastest
 
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST = 256
-# What has not run on a device yet is off, and for configs that are asked for: see ``Config``.
-PLANES, LATE, OUTER = False, False, 1
-PREFETCH, POLYNOMIAL = False, 0
+# As measured (benchmarks/results/experiments/networks-planes-h200.json): see ``Config``.
+PLANES, LATE, OUTER, PREFETCH = True, True, 1, True
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -60,10 +59,9 @@ def configs(problem: Problem) -> Iterator[Config]:
     """Yields the ways to compute a network."""
     flags = (True, False)
     sums = flags[::-1] if problem.program.sums else (False,)
-    polynomial = 0 if problem.program.sums else POLYNOMIAL
     for chained, memory, memory_sums in itertools.product(flags, flags[::-1], sums):
         for warps, tiles, blocks in itertools.product((8, 4, 2, 1), (2, 1), (4, 3, 2, 1)):
-            yield Config(warps, tiles, chained, memory, memory_sums, blocks, prefetch=PREFETCH, polynomial=polynomial)
+            yield Config(warps, tiles, chained, memory, memory_sums, blocks, prefetch=PREFETCH)
     if PLANES and problem.program.sums and problem.dtype.itemsize == 2:
         for memory, warps, tiles, blocks in itertools.product(flags[::-1], (16, 8, 4), (2, 1), (2, 1)):
             yield Config(

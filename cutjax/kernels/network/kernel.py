@@ -34,7 +34,9 @@ MHZ = 1755.0
 # Of a kernel, which then compiles for some seconds; and of one whose rows are chained, which is the longer.
 MOST_INSTRUCTIONS, MOST_CHAINED = 9_000, 12_000
 IN_MEMORY = 1.5  # where sums of outer products are in memory: 1202 us, and 1002 in registers
-ISSUE = 1.4  # of the time in which an SM issues the instructions of a kernel, as measured
+STAGED = 1.5  # where their factors are staged for each
+IN_PLANES = {2: 0.84, 1: 0.64}  # where those are in planes, by tiles of a warp: 400 and 424 us, and 921 staged
+ISSUE = 1.33  # of the time in which an SM issues the instructions of a kernel, as measured
 SHARE = 0.5  # of the rate of tensor cores that a warp's products reach where operands come from shared memory
 L2_SPEED = 1.5  # of a copy's rate, at which the stash moves where it is in memory
 
@@ -56,7 +58,6 @@ class Kernel(Resolved):
             + "p" * c.planes
             + "l" * c.late
             + "f" * c.prefetch
-            + f"y{c.polynomial}" * (c.polynomial > 0)
             + f"o{c.outer}" * (c.outer > 1)
         )
         dtype = short(p.dtype.name)
@@ -71,7 +72,6 @@ class Kernel(Resolved):
             "THREADS": self.threads,
             "M_TILES": c.tiles,
             "BLOCKS_PER_SM": c.blocks,
-            "POLYNOMIAL": c.polynomial,
             "OUTER_TILES": c.outer,
         }
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
@@ -167,6 +167,8 @@ class Kernel(Resolved):
             moved += 8.0 * self.partials * self.tiles * p.networks / L2_SPEED
         if not c.chained:
             us *= 1.2
+        if self.schedule.outers:
+            us *= IN_PLANES[c.tiles] if c.planes else STAGED
         if c.memory_sums:
             us *= IN_MEMORY
         return (

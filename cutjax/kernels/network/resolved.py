@@ -38,7 +38,6 @@ class Config:
       blocks: on an SM.
       planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
         else they are stashed, and staged there for each sum.
-      polynomial: of 8 tanh that may be approximate, how many are polynomials.
       outer: tiles of 16 on a side of the squares of sums of outer products that a warp has in registers.
       late: whether what a stage hands on is written to planes at its end, if it has to wait for other warps.
       prefetch: whether inputs of up to 16 columns are loaded a tile before they are read.
@@ -51,7 +50,6 @@ class Config:
     memory_sums: bool = False
     blocks: int = 1
     planes: bool = False
-    polynomial: int = 0
     outer: int = 1
     late: bool = False
     prefetch: bool = False

@@ -17,8 +17,7 @@ _UNROLL = {True: "#pragma unroll", False: "#pragma unroll 1"}
 def functions(of: Resolved) -> str:
     """Returns the text of the elementwise functions, each a function of its values and its results."""
     found = [emit.emit(function).replace("epilogue_element", f"function{i}") for function, i in numbers(of).items()]
-    text = "".join(found)
-    return text.replace("= tanh_approx(", "= tanh_by(col, ") if of.config.polynomial else text
+    return "".join(found)
 
 
 def numbers(of: Resolved) -> dict[Epilogue, int]:
@@ -205,7 +204,7 @@ class Body:
         made = ", ".join(f"c{x}.x[i][h][e]" for x in values)
         yield "EACH_ELEMENT {"
         yield f"  const float value[{len(step.values)}] = {{{given}}};"
-        yield f"  function{self.functions[self.of.function(step, values)]}(value, 0, by_polynomial(h, e), {made});"
+        yield f"  function{self.functions[self.of.function(step, values)]}(value, 0, 0, {made});"
         yield "}"
 
     def _stage(self, stage: Stage) -> Iterator[str]:

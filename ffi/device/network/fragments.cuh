@@ -26,22 +26,6 @@ struct Columns {  // of a matrix: 16 of k, 16 columns
   _Pragma("unroll") for (int i = 0; i < M_TILES; ++i) _Pragma("unroll") for (int h = 0; h < 2; ++h) \
       _Pragma("unroll") for (int e = 0; e < 4; ++e)
 
-// tanh to 10 bits: by the unit of special functions, or, so that it is not alone at work, by a polynomial in x^2.
-DEVICE float tanh_by(bool polynomial, float x) {
-  if (!polynomial) return tanh_approx(x);
-  constexpr float MOST = 3.65f;  // from here on it is 1
-  constexpr float OF[] = {-1.49178686e-06f, 3.88234039e-05f, -0.000559552864f, 0.0049346257f,
-                          -0.0281039253f,   0.109332159f,    -0.323569864f,    0.999276578f};
-  const float y = min_nan(max_nan(x, -MOST), MOST), square = y * y;
-  float sum = 2.42550051e-08f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum = fmaf(sum, square, OF[i]);
-  return sum * y;
-}
-
-// True for POLYNOMIAL of a thread's 8 elements of 16 columns.
-DEVICE constexpr bool by_polynomial(int h, int e) { return (4 * h + e + 1) * POLYNOMIAL % 8 < POLYNOMIAL; }
-
 DEVICE int lane() { return threadIdx.x % 32; }
 
 // The parts of two numbers: each the nearest bf16 to what the parts before leave.
