@@ -217,7 +217,7 @@ def emulated(machine: Machine | None = None) -> Iterator[None]:
         platform = "cuda" if params["backend"] == "cuda" else platform
         return decide(primitive, avals, params, platform=platform, **how)
 
-    def launched(called: Call, results: Sequence[jax.ShapeDtypeStruct], _: Any, *xs: jax.Array) -> Any:
+    def launched(called: Call, results: Sequence[jax.ShapeDtypeStruct], _: dict[str, str], *xs: jax.Array) -> Any:
         taken = called.prepare(xs) if called.prepare else xs
         orders = [lowering._orders(called.operand_orders, taken), lowering._orders(called.result_orders, results)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -12,6 +13,9 @@ from checks import integers, normal
 from jax import lax
 
 import cutjax
+from cutjax.kernels.network.choose import resolve
+from cutjax.kernels.network.resolved import Config
+from cutjax.primitives import network
 
 pytestmark = pytest.mark.gpu
 X6, X9 = lax.DotAlgorithmPreset.BF16_BF16_F32_X6, lax.DotAlgorithmPreset.BF16_BF16_F32_X9
@@ -83,6 +87,40 @@ def test_random_numbers(form, dtype_precision, widths, rows):
     close(found, wanted, error * (4 if form == "laplacian" else 1))
     again = jax.jit(ours)(*narrow)
     jax.tree.map(np.testing.assert_array_equal, found, again)  # sums are added in one order
+
+
+PLANES = [
+    Config(8, 2, planes=True, prefetch=True),
+    Config(16, 1, planes=True, late=True),
+    Config(8, 2, planes=True, outer=2),
+    Config(4, 1, planes=True, blocks=2),
+]
+
+
+@pytest.mark.parametrize("rows", [100, 70_000])
+@pytest.mark.parametrize("widths", [(3, 64, 64, 64, 1), (20, 48, 32, 24), (3, 50, 33, 2)])
+@pytest.mark.parametrize("config", PLANES, ids=lambda config: f"{config.warps}x{config.tiles}")
+def test_planes(config, widths, rows, monkeypatch):
+    """Gradients whose factors of outer products are in planes, and results whose rows come a tile ahead."""
+    own = network.choose
+
+    def chosen(problem):
+        kernel = resolve(
+            problem, config if problem.program.sums else dataclasses.replace(config, warps=4, tiles=2, planes=False)
+        )
+        assert not isinstance(kernel, tuple), kernel
+        return dataclasses.replace(own(problem), resolved=kernel)
+
+    monkeypatch.setattr(network, "choose", chosen)
+    ws = [normal(i, pair) / pair[0] ** 0.5 for i, pair in enumerate(itertools.pairwise(widths))]
+    args = (normal(9, (rows, widths[0])), ws, [normal(10 + i, (n,)) / 4 for i, n in enumerate(widths[1:])])
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, "bfloat16"), args)
+    wanted = jax.jit(gradients(plain))(*jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
+    ours = gradients(on_kernels())
+    found = jax.jit(lambda *args: ours(*args))(*narrow)
+    close(found, wanted, ERRORS["bfloat16", None])
+    again = jax.jit(lambda *args: ours(*args))(*narrow)
+    jax.tree.map(np.testing.assert_array_equal, found, again)
 
 
 @pytest.mark.parametrize("rows", [17, 4096])

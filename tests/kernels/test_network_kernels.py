@@ -20,7 +20,7 @@ from cutjax.kernels.network import derivative
 from cutjax.kernels.network.choose import choose, resolve
 from cutjax.kernels.network.kernel import Kernel
 from cutjax.kernels.network.problem import Problem
-from cutjax.kernels.network.program import Affine, Builder, Kind, Map, Outer, Program, Term, elementwise
+from cutjax.kernels.network.program import Affine, Builder, Kind, Map, Outer, Program, Term, elementwise, reusing
 from cutjax.kernels.network.resolved import Config
 from cutjax.kernels.network.schedule import OuterPhase, Schedule
 from cutjax.primitives import network
@@ -109,10 +109,14 @@ ERRORS = {"bfloat16": 2e-2, "float16": 3e-3, "tf32": 4e-3, X3: 2e-4, X6: 5e-6, X
 CASES = [
     ("result", "float16", None, Config(1, 2, chained=False)),
     ("result", "float32", X3, Config(2, 1)),
-    ("tangents", "float32", None, Config(1, 1)),
+    ("tangents", "float32", None, Config(1, 1, prefetch=True)),
     ("gradients", "bfloat16", None, Config(2, 1)),
     ("gradients", "float32", X9, Config(2, 1, chained=False, memory=True, memory_sums=True)),
     ("gradients", "float32", None, Config(2, 2)),
+    ("gradients", "bfloat16", None, Config(1, 2, planes=True, late=True)),
+    ("gradients", "bfloat16", None, Config(4, 1, planes=True, outer=2, prefetch=True)),
+    ("gradients", "float16", None, Config(8, 1, planes=True, late=True)),
+    ("gradients of second derivatives", "float16", None, Config(3, 1, planes=True, late=True)),
     ("second derivatives", "float32", X6, Config(1, 1)),
     ("gradients of second derivatives", "float32", X9, Config(1, 1, chained=False, memory=True, memory_sums=True)),
 ]
@@ -153,8 +157,9 @@ def test_small_integers_are_exact():
     arrays = [np.asarray(jnp.asarray(rng.integers(-1, 2, x.shape), x.dtype)) for x in drawn(p)]
     arrays[1] = np.where(rng.random(arrays[1].shape) < 0.3, arrays[1], 0).astype(arrays[1].dtype)
     p = dataclasses.replace(p, dtypes=("float32",) * len(p.dtypes))
-    for found, wanted in zip(computed(Kernel(p, Config(2, 1)), arrays), expected(p, arrays), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for config in (Config(2, 1), Config(4, 2, planes=True), Config(2, 1, planes=True, late=True)):
+        for found, wanted in zip(computed(Kernel(p, config), arrays), expected(p, arrays), strict=True):
+            np.testing.assert_array_equal(found, wanted)
 
 
 @needs_nvrtc
@@ -191,6 +196,34 @@ def test_stashed_values_do_not_meet(name, chained):
             for at in range(first, last + 1):
                 assert taken.setdefault((place, at), x) == x
                 assert place < size
+
+
+@pytest.mark.parametrize("name", ["gradients", "gradients of second derivatives"])
+def test_planes_do_not_meet(name):
+    """But for a function's result in the place of what it reads, in which there is one of the two at a time."""
+    program = reusing(form(name, layers(3, 32, 32, 32, 1)))
+    schedule = Schedule(program, True, True)
+    places, size = schedule.plane_places(lambda width: width)
+    made = {x for x in places if not schedule.is_input(x)}
+    assert set(places) == schedule.planes
+    assert all(places[x] >= 0 and places[x] + schedule.width(x) <= size for x in places)
+    for x, y in itertools.combinations(sorted(made), 2):
+        (_, end), (first, _) = sorted((schedule.lifetimes[x], schedule.lifetimes[y]))
+        apart = abs(places[x] - places[y]) >= schedule.width(x)
+        assert apart or end <= first, (x, y)
+        if end == first and not apart:
+            assert places[x] == places[y]
+
+
+def test_derivatives_read_the_factors_of_outer_products():
+    """tanh is not computed again of what it was of; a function whose derivative does not have its result stays."""
+    for f, again in ((jnp.tanh, False), (jax.nn.silu, True)):
+        program = form("gradients", layers(3, 32, 32, 1, f=f))
+        reused = reusing(program)
+        assert (reused == program) == again
+        maps = [step for step, _ in reused.numbered if isinstance(step, Map)]
+        assert sum(node.op == "tanh" for step in maps for node in step.function.nodes) == 2 * (not again)
+        assert reused.kinds == program.kinds
 
 
 def test_phases_compute_everything_once():
@@ -238,8 +271,11 @@ def test_no_spills(arch):
     """Whatever is chosen for gradients, whose registers are scarcest."""
     choice = choose(problem(form("gradients", layers(3, 32, 32, 1)), arch=arch, rows=1 << 20))
     assert choice.resolved is not None
-    resources = choice.resolved.compile().resources
-    assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+    planes = resolve(choice.problem, Config(4, 2, planes=True, prefetch=True))
+    assert isinstance(planes, Kernel)
+    for kernel in (choice.resolved, planes):
+        resources = kernel.compile().resources
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0
 
 
 def test_functions_are_as_exact_as_what_reads_them():

@@ -34,7 +34,9 @@ MHZ = 1755.0
 # Of a kernel, which then compiles for some seconds; and of one whose rows are chained, which is the longer.
 MOST_INSTRUCTIONS, MOST_CHAINED = 9_000, 12_000
 IN_MEMORY = 1.5  # where sums of outer products are in memory: 1202 us, and 1002 in registers
-ISSUE = 1.4  # of the time in which an SM issues the instructions of a kernel, as measured
+STAGED = 1.5  # where their factors are staged for each
+IN_PLANES = {2: 0.84, 1: 0.64}  # where those are in planes, by tiles of a warp: 400 and 424 us, and 921 staged
+ISSUE = 1.33  # of the time in which an SM issues the instructions of a kernel, as measured
 SHARE = 0.5  # of the rate of tensor cores that a warp's products reach where operands come from shared memory
 L2_SPEED = 1.5  # of a copy's rate, at which the stash moves where it is in memory
 
@@ -49,7 +51,15 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums
+        flags = (
+            "c" * c.chained
+            + "m" * c.memory
+            + "s" * c.memory_sums
+            + "p" * c.planes
+            + "l" * c.late
+            + "f" * c.prefetch
+            + f"o{c.outer}" * (c.outer > 1)
+        )
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -58,7 +68,12 @@ class Kernel(Resolved):
     def source(self) -> str:
         """The device text; the number of rows is an argument, all widths are compiled in."""
         c = self.config
-        constants = {"THREADS": self.threads, "M_TILES": c.tiles, "BLOCKS_PER_SM": c.blocks}
+        constants = {
+            "THREADS": self.threads,
+            "M_TILES": c.tiles,
+            "BLOCKS_PER_SM": c.blocks,
+            "OUTER_TILES": c.outer,
+        }
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
         head += f"constexpr Math MATH = Math::{self.math};\n"
         return sources.source(
@@ -69,6 +84,10 @@ class Kernel(Resolved):
         """Returns the reasons against the config."""
         p, c, device = self.problem, self.config, self.problem.device
         found = []
+        if c.planes and (self.parts > 1 or self.element_bytes > 2 or not c.chained or c.memory_sums):
+            found.append("planes are of 16-bit operands, chained rows and sums in registers")
+        if c.planes and not self.schedule.planes:
+            found.append("no outer products, whose factors planes have")
         most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
         if self.shared_bytes > most:
             found.append(f"{self.shared_bytes} bytes of shared memory, at most {most} with {c.blocks} blocks an SM")
@@ -79,7 +98,11 @@ class Kernel(Resolved):
         if self.instructions > longest:
             found.append(f"about {self.instructions} instructions, at most {longest}: they would compile for long")
         widest = max(kind.sizes[0] for kind in p.program.kinds if kind.name == "rows")
-        sizes = {"rows": p.rows + 2 * self.rows, "blocks": self.blocks * p.networks, "elements of a row": widest * 16}
+        sizes = {
+            "rows": p.rows + (2 + self.blocks * c.prefetch) * self.rows,
+            "blocks": self.blocks * p.networks,
+            "elements of a row": widest * 16,
+        }
         found += reasons.of_counters(sizes)
         if not found:
             try:
@@ -144,6 +167,8 @@ class Kernel(Resolved):
             moved += 8.0 * self.partials * self.tiles * p.networks / L2_SPEED
         if not c.chained:
             us *= 1.2
+        if self.schedule.outers:
+            us *= IN_PLANES[c.tiles] if c.planes else STAGED
         if c.memory_sums:
             us *= IN_MEMORY
         return (

@@ -268,6 +268,52 @@ def merged(maps: Sequence[tuple[Map, tuple[int, ...]]], wanted: Sequence[int]) -
     return Map(function, given), results
 
 
+def reusing(program: Program) -> Program:
+    """Returns the program whose functions read factors of outer products rather than compute them again.
+
+    So the derivative of ``y = tanh(x)`` reads y, of which sums of outer products are made anyhow. Numbers stay.
+    """
+    factors = {x for step in program.steps if isinstance(step, Outer) for pair in step.pairs for x in pair}
+    there: list[tuple[Map, int, int]] = []  # of a function, the number of a result and which one it is
+    steps: list[Step] = []
+    for step, values in program.numbered:
+        if isinstance(step, Map):
+            for earlier, x, i in there:
+                step = _reading(step, earlier, x, i)
+            there += [(step, x, i) for i, x in enumerate(values) if x in factors]
+        steps.append(step)
+    return dataclasses.replace(program, steps=tuple(steps))
+
+
+def _reading(step: Map, earlier: Map, x: int, i: int) -> Map:
+    """Returns a step that reads the i-th result of an earlier one, of number x, where it computed it."""
+    nodes = list(step.function.nodes)
+    places = {node: at for at, node in enumerate(nodes)}
+    to: dict[int, int] = {}
+    for at, node in enumerate(earlier.function.nodes):
+        args = tuple(to.get(arg, -1) for arg in node.args)
+        params = node.params
+        if node.op == "acc":
+            value = earlier.values[node.params[0]]
+            params = (step.values.index(value) if value in step.values else -1,)
+        found = places.get(dataclasses.replace(node, args=args, params=params))
+        if found is not None:
+            to[at] = found
+    made = to.get(earlier.function.outputs[i].node)
+    if made is None or nodes[made].op in ("acc", "const") or nodes[made].dtype != ACC.name:
+        return step
+    # What it reads now comes first, as arguments do; those that nothing needs any more go.
+    values = [*step.values, x]
+    nodes[made] = Node("acc", dtype=ACC.name, params=(len(step.values),))
+    function = normal(len(values), (), nodes, step.function.outputs)
+    read = sorted({node.params[0] for node in function.nodes if node.op == "acc"})
+    renamed = [
+        dataclasses.replace(node, params=(read.index(node.params[0]),)) if node.op == "acc" else node
+        for node in function.nodes
+    ]
+    return Map(normal(len(read), (), renamed, function.outputs), tuple(values[j] for j in read))
+
+
 class NotElementwise(NotImplementedError):
     """A function of which a program cannot be made."""
 

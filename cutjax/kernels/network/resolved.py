@@ -11,7 +11,7 @@ import numpy as np
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.network.problem import Problem
-from cutjax.kernels.network.program import Map
+from cutjax.kernels.network.program import Map, reusing
 from cutjax.kernels.network.schedule import OuterPhase, Schedule, Stage, padded
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.launch import Pointer
@@ -20,7 +20,7 @@ PARTS = {"bf16x3": 2, "bf16x6": 3, "bf16x9": 3}
 PRODUCTS = {"bf16x3": 3, "bf16x6": 6, "bf16x9": 9}
 OUTER_INSTRUCTIONS, OUTER_ISSUED = 300, 700  # of a pair of outer products: of text, and in its loops
 # Registers of a thread beside fragments and accumulators, and more of them.
-BESIDE, BESIDE_MEMORY, BESIDE_PARTS = 60, 72, 32
+BESIDE, BESIDE_MEMORY, BESIDE_PARTS, BESIDE_PLANES = 60, 72, 32, 22
 MOST_AHEAD = 128  # registers of fragments that are loaded before the columns of a stage, not for each 16 of them again
 SMS = 132  # where the device does not say
 
@@ -36,6 +36,11 @@ class Config:
       memory: whether the stash is in global memory, not in shared.
       memory_sums: whether sums of outer products are in global memory between tiles, not in registers.
       blocks: on an SM.
+      planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
+        else they are stashed, and staged there for each sum.
+      outer: tiles of 16 on a side of the squares of sums of outer products that a warp has in registers.
+      late: whether what a stage hands on is written to planes at its end, if it has to wait for other warps.
+      prefetch: whether inputs of up to 16 columns are loaded a tile before they are read.
     """
 
     warps: int
@@ -44,6 +49,10 @@ class Config:
     memory: bool = False
     memory_sums: bool = False
     blocks: int = 1
+    planes: bool = False
+    outer: int = 1
+    late: bool = False
+    prefetch: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +65,8 @@ class Resolved:
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The phases."""
-        return Schedule(self.problem.program, self.config.chained)
+        program, planes = self.problem.program, self.config.planes
+        return Schedule(reusing(program) if planes else program, self.config.chained, planes)
 
     @property
     def math(self) -> str:
@@ -132,14 +142,26 @@ class Resolved:
         for _, x in self.schedule.sums:
             found[x] = at
             at += 4 * self.config.warps * padded(self.problem.program.kinds[x].sizes[0])
-        phases = [phase for phase in self.schedule.phases if isinstance(phase, OuterPhase)]
-        return found, at, at + max((sum(self._staged_bytes(x)) for x in phases), default=0)
+        if self.config.planes:
+            return found, at, at + self._planes[1]
+        return found, at, at + max((sum(self._staged_bytes(x)) for x in self.schedule.outer_phases), default=0)
 
     def _staged_bytes(self, phase: OuterPhase) -> tuple[int, int]:
-        width = self.schedule.width
-        more = 32 if self.math == "tf32" else 16
-        a, b = (self.parts * self.rows * (padded(width(x)) * self.element_bytes + more) for x in (phase.a, phase.b))
+        a, b = (self._plane_bytes(self.schedule.width(x)) for x in (phase.a, phase.b))
         return a, b
+
+    def _plane_bytes(self, width: int) -> int:
+        more = 32 if self.math == "tf32" else 16
+        return self.parts * self.rows * (padded(width) * self.element_bytes + more)
+
+    @functools.cached_property
+    def _planes(self) -> tuple[dict[int, int], int]:
+        return self.schedule.plane_places(self._plane_bytes)
+
+    def plane(self, x: int) -> range:
+        """Returns the places in shared memory of a value that is in a plane."""
+        first = self._shared[1] + self._planes[0][x]
+        return range(first, first + self._plane_bytes(self.schedule.width(x)))
 
     @property
     def places(self) -> dict[int, int]:
@@ -148,6 +170,8 @@ class Resolved:
 
     def staged(self, phase: OuterPhase) -> tuple[int, int]:
         """Returns the places in shared memory of the factors of outer products."""
+        if self.config.planes:
+            return self.plane(phase.a).start, self.plane(phase.b).start
         at = self._shared[1]
         return at, at + self._staged_bytes(phase)[0]
 
@@ -199,20 +223,29 @@ class Resolved:
         return self._fragments(held) + self._fragments(handed) + more + chunks + self.words
 
     @property
+    def prefetched(self) -> tuple[int, ...]:
+        """The numbers of inputs that are loaded a tile before they are read."""
+        inputs = enumerate(self.problem.program.inputs)
+        return tuple(i for i, kind in inputs if self.config.prefetch and kind.name == "rows" and kind.sizes[0] <= 16)
+
+    @property
     def registers(self) -> int:
         """About how many registers a thread needs."""
         most = max((self.registers_of(i, stage) for i, stage in enumerate(self.schedule.stages)), default=0)
         c = self.config
         # Addresses of global memory are the longer ones, and parts are made of parts.
-        more = BESIDE_MEMORY * (c.memory and c.chained) + BESIDE_PARTS * (self.parts - 1)
-        return most + BESIDE + more + (0 if c.memory_sums else self.sum_registers)
+        more = BESIDE_MEMORY * (c.memory and c.chained and bool(self.stash_bytes)) + BESIDE_PARTS * (self.parts - 1)
+        return most + (BESIDE_PLANES if c.planes else BESIDE) + more + (0 if c.memory_sums else self.sum_registers)
 
     @property
     def sum_registers(self) -> int:
         """Registers of a thread that have sums of outer products."""
-        kinds = self.problem.program.kinds
-        tiles = [padded(a) * padded(b) // 256 for a, b in (kinds[x].sizes for x in self.schedule.outers)]
-        return sum(8 * -(-x // self.config.warps) for x in tiles)
+        kinds, found = self.problem.program.kinds, 0
+        for a, b in (kinds[x].sizes for x in self.schedule.outers):
+            down, across = padded(a) // 16, padded(b) // 16
+            side = self.config.outer if down % self.config.outer == across % self.config.outer == 0 else 1
+            found += 8 * side**2 * -(-down * across // side**2 // self.config.warps)
+        return found
 
     @property
     def instructions(self) -> int:

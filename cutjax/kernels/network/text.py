@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
@@ -32,13 +32,22 @@ class Body:
     """The text of a kernel's body, phase by phase."""
 
     def __init__(self, of: Resolved):
-        self.of, self.schedule, self.program = of, of.schedule, of.problem.program
+        self.of, self.schedule, self.program = of, of.schedule, of.schedule.program
+        # Values whose planes other warps may read, or which were made, since all warps met; at first, the last tile's.
+        self.read, self.made = set(self.schedule.planes), set[int]()
+        self.waiting: Collection[int] = ()  # of a stage, what it writes to planes at its end
         self.functions = numbers(of)
         self.place = 0  # of a stage
 
     def text(self) -> str:
         """Returns the text."""
-        lines = [*self._prologue(), "for (int tile = first; tile < tiles; tile += blocks) {", *self._tile(), "}"]
+        lines = [
+            *self._prologue(),
+            *self._fetched("first"),
+            "for (int tile = first; tile < tiles; tile += blocks) {",
+            *self._tile(),
+            "}",
+        ]
         return "".join(f"  {line}\n" for line in [*lines, *self._finish()])
 
     def _prologue(self) -> Iterator[str]:
@@ -46,18 +55,25 @@ class Body:
         yield "const int network = blockIdx.x / blocks, first = blockIdx.x % blocks;"
         yield "extern __shared__ __align__(128) unsigned char shared_memory[];"
         yield "const u32 shared = shared_address(shared_memory);"
+        stored: list[str] = []  # what waits for loads of vectors, all of which are on their way
         for i, (kind, (dtype, own)) in enumerate(zip(self.program.inputs, of.problem.given, strict=True)):
             size, elements = f"SIZE<Dtype::{DTYPES[dtype].stored}>", " * ".join(map(str, kind.sizes))
             whole = f"static_cast<i64>(rows) * {elements}" if kind.name == "rows" else elements
             if own:
                 yield f"in{i} += static_cast<i64>(network) * {whole} * {size};"
-            if kind.name == "matrix":
+            if kind.name == "vector" and padded(kind.sizes[0]) <= of.threads:
+                (n,) = kind.sizes
+                yield f"const float element{i} = load_element<Dtype::{DTYPES[dtype].stored}>(in{i}, {n});"
+                yield f"float* const vector{i} = reinterpret_cast<float*>(shared_memory + {of.places[i]});"
+                stored.append(f"if (threadIdx.x < {padded(n)}) vector{i}[threadIdx.x] = element{i};")
+            elif kind.name == "matrix":
                 k, n = kind.sizes
                 yield f"Matrix<{padded(n)}, {padded(k)}>::load(shared + {of.places[i]}, in{i}, {k}, {n});"
             elif kind.name == "vector":
                 (n,) = kind.sizes
                 yield f"float* const vector{i} = reinterpret_cast<float*>(shared_memory + {of.places[i]});"
                 yield f"load_vector<Dtype::{DTYPES[dtype].stored}>(vector{i}, in{i}, {n}, {padded(n)});"
+        yield from stored
         for i, x in of.written:
             yield f"out{i} += static_cast<i64>(network) * rows * {self.schedule.width(x)} * {self._size(i)};"
         if of.partials:
@@ -74,6 +90,8 @@ class Body:
             for x in self.schedule.outers:
                 yield f"{self._products(x)} products{x};"
                 yield f"products{x}.clear();"
+        yield "cp_async_commit_group();"
+        yield "cp_async_wait_group<0>();"
         yield "__syncthreads();"
 
     def _size(self, i: int) -> str:
@@ -85,7 +103,18 @@ class Body:
 
     def _tile(self) -> Iterator[str]:
         yield "  const int row = tile * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4;"
+        for x in self.of.prefetched:
+            yield f"  const Chunk now{x} = next{x}.chunk();"
+        yield from (f"  {line}" for line in self._fetched("tile + blocks"))
+        for x in sorted(filter(self.schedule.is_input, self.schedule.planes)):
+            yield from (f"  {line}" for line in self._writes([x]))
+            loaded = self._loaded(x, "j")
+            yield "  #pragma unroll"
+            yield f"  for (int j = 0; j < {padded(self.schedule.width(x)) // 16}; ++j)"
+            yield f"    {self._staged(x)}::store(shared + {self.of.plane(x).start}, packed({loaded}), j);"
         for step, x in self.schedule.sums:
+            if x in self.schedule.summed.values():
+                continue
             for value in filter(self.schedule.is_input, step.values):
                 yield from self._columns(value, [f"add_columns({self._sums(x)}, c{value}, row, rows, j);"])
         for phase in self.schedule.phases:
@@ -94,6 +123,42 @@ class Body:
                 self.place += 1
             else:
                 yield from self._outer(phase)
+
+    def _fetched(self, tile: str) -> Iterator[str]:
+        """Yields the loads of what is prefetched for a tile."""
+        at = f"({tile}) * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4"
+        for x in self.of.prefetched:
+            if tile == "first":
+                yield f"{self._rows(x)} next{x};"
+            yield f"next{x}.load(in{x}, {at}, rows, 0);"
+
+    def _rows(self, x: int) -> str:
+        return f"Rows<Dtype::{DTYPES[self.of.problem.given[x][0]].stored}, {self.schedule.width(x)}>"
+
+    def _loaded(self, x: int, j: str) -> str:
+        """Returns the chunk of an input."""
+        rows = self._rows(x).removeprefix("Rows")
+        return f"now{x}" if x in self.of.prefetched else f"load_rows{rows}(in{x}, row, rows, {j})"
+
+    def _writes(self, values: Collection[int]) -> Iterator[str]:
+        """Yields a barrier where other warps may still read what planes of some values had before."""
+        if self._meet(values, self.read):
+            yield from self._barrier()
+        self.made.update(values)
+
+    def _barrier(self) -> Iterator[str]:
+        yield "__syncthreads();"
+        self.read.clear()
+        self.made.clear()
+
+    def _meet(self, some: Iterable[int], others: Iterable[int]) -> bool:
+        """True if planes of some values and of others overlap."""
+        return any(
+            x.start < y.stop and y.start < x.stop for x in map(self.of.plane, some) for y in map(self.of.plane, others)
+        )
+
+    def _staged(self, x: int) -> str:
+        return f"Staged<{padded(self.schedule.width(x))}>"
 
     def _sums(self, x: int) -> str:
         return f"sums{x} + threadIdx.x / 32 * {padded(self.program.kinds[x].sizes[0])}"
@@ -110,9 +175,10 @@ class Body:
         if x in known:
             return
         known.add(x)
-        if self.schedule.is_input(x):
-            stored = DTYPES[self.of.problem.given[x][0]].stored
-            yield f"const Chunk c{x} = load_rows<Dtype::{stored}, {self.schedule.width(x)}>(in{x}, row, rows, {j});"
+        if x in self.schedule.planes:
+            yield f"const Chunk c{x} = {self._staged(x)}::load(shared + {self.of.plane(x).start}, {j});"
+        elif self.schedule.is_input(x):
+            yield f"const Chunk c{x} = {self._loaded(x, j)};"
         elif x in self.schedule.stashed:
             yield f"const Chunk c{x} = unstash({self._stash(x, j)});"
         else:
@@ -148,6 +214,14 @@ class Body:
         handed = [x for i, x in schedule.handed if i == self.place + 1 and x in stage.makes]
         for x in handed:
             yield f"  Fragment f{x}[{slices}];"
+        made = self.schedule.planes.intersection(stage.makes)
+        # What is handed on, and may not be written yet, waits for the last column.
+        late = self.of.config.late and made <= {*handed}
+        self.waiting = made if late and self._meet(made, self.read) else set()
+        if not self.waiting:
+            yield from (f"  {line}" for line in self._writes(made))
+        if self.schedule.planes:
+            yield "  __syncwarp();"
         yield "  {"
         ahead = [x for x in multiplied if (self.place, x) not in schedule.handed and self.of.ahead[self.place]]
         for x in ahead:
@@ -158,14 +232,24 @@ class Body:
         yield from (f"      {line}" for line in self._columns_of(stage, ahead, handed))
         yield "    }"
         yield "  }"
+        if self.waiting:
+            yield from (f"  {line}" for line in self._writes(made))
+        for x in self.waiting:
+            yield f"  {_UNROLL[True]}"
+            stored = f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, f{x}[j], j);"
+            yield f"  for (int j = 0; j < {slices}; ++j) {stored}"
+        for x in sorted(made):
+            cleared = f"{self._staged(x)}::clear(shared + {self.of.plane(x).start}, row, rows);"
+            yield f"  if ((tile + 1) * ROWS > rows) {cleared}"
 
     def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
         schedule = self.schedule
         for x in stage.affine:
             step, _ = schedule.makers[x]
             assert isinstance(step, Affine)
-            yield f"Chunk c{x}{{}};"
-            for vector in step.vectors:
+            first, *more = step.vectors or (None,)
+            yield f"Chunk c{x}{{}};" if first is None else f"Chunk c{x} = vector_rows(vector{first}, j);"
+            for vector in more:
                 yield f"add_vector(c{x}, vector{vector}, j);"
         for (matrix, transposed), pairs in schedule.terms(stage).items():
             k, n = self.program.kinds[matrix].sizes
@@ -196,22 +280,30 @@ class Body:
                 yield f"store_rows<Dtype::{dtype}, {stage.width}>(out{i}, c{x}, row, rows, j);"
         for step, x in schedule.sums:
             for value in step.values:
-                if value in stage.makes:
+                if value in stage.makes and x not in schedule.summed.values():
                     yield f"add_columns({self._sums(x)}, c{value}, row, rows, j);"
         for x in stage.makes:
-            if x in handed or x in schedule.stashed:
+            if x in handed or x in schedule.stashed or x in schedule.planes:
                 yield from self._cleared(x, "j")
-        yield from (f"f{x}[j] = packed(c{x});" for x in handed)
+            if x in schedule.planes:
+                yield f"const Fragment p{x} = packed(c{x});"
+            if x in schedule.planes and x not in self.waiting:
+                yield f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, p{x}, j);"
+        yield from (f"f{x}[j] = {f'p{x}' if x in schedule.planes else f'packed(c{x})'};" for x in handed)
         for x in stage.makes:
             if x in schedule.stashed:
                 yield f"stash({self._stash(x, 'j')}, c{x});"
 
     def _outer(self, phase: OuterPhase) -> Iterator[str]:
+        if self.of.config.planes:
+            yield from self._outer_of_planes(phase)
+            return
         yield "  __syncthreads();"
         places = self.of.staged(phase)
         for x, place in zip((phase.a, phase.b), places, strict=True):
             width = padded(self.schedule.width(x))
-            yield from self._columns(x, [f"Staged<{width}>::store(shared + {place}, c{x}, row, rows, j);"])
+            stored = f"Staged<{width}>::store_cleared(shared + {place}, c{x}, row, rows, j);"
+            yield from self._columns(x, [stored])
         yield "  __syncthreads();"
         at = f"partials + {self.of.sums[phase.result]}"
         if not self.of.config.memory_sums:
@@ -221,6 +313,15 @@ class Body:
         before = "true" if earlier is not phase else "tile != first"
         sizes = ", ".join(map(str, self.program.kinds[phase.result].sizes))
         yield f"  Products<{sizes}>::add_in_memory({at}, {before}, shared + {places[0]}, shared + {places[1]});"
+
+    def _outer_of_planes(self, phase: OuterPhase) -> Iterator[str]:
+        places = self.of.staged(phase)
+        factors = (phase.a, phase.b)
+        if self._meet(factors, self.made):
+            yield from (f"  {line}" for line in self._barrier())
+        self.read.update(factors)
+        more = f", {self._sums(self.schedule.summed[phase])}" if phase in self.schedule.summed else ""
+        yield f"  products{phase.result}.add(shared + {places[0]}, shared + {places[1]}{more});"
 
     def _finish(self) -> Iterator[str]:
         if not self.of.config.memory_sums:

@@ -105,8 +105,16 @@ struct Matrix {
   static constexpr int PLANE = ROWS * PITCH;  // of a part
   static constexpr int BYTES = PARTS * PLANE;
 
-  // Copies a matrix, of which columns and rows past the end are zeros.
+  // Copies a matrix, of which columns and rows past the end are zeros; what is copied by 16 bytes may be on its way.
   static DEVICE void load(u32 to, const char* from, int rows, int columns) {
+    if (SIZE<OPERAND> == 2 && PARTS == 1 && columns % 8 == 0) {
+      for (int at = threadIdx.x; at < ROWS * COLUMNS / 8; at += THREADS) {
+        int row = at / (COLUMNS / 8), column = at % (COLUMNS / 8) * 8;
+        bool there = row < rows && column < columns;
+        cp_async<16>(to + row * PITCH + column * 2, from + (there ? row * columns + column : 0) * 2, there);
+      }
+      return;
+    }
     for (int at = threadIdx.x; at < ROWS * COLUMNS / 2; at += THREADS) {
       int row = at / (COLUMNS / 2), column = at % (COLUMNS / 2) * 2;
       float x[2];
@@ -162,6 +170,13 @@ struct Matrix {
 };
 
 template <Dtype D>
+DEVICE float load_element(const char* from, int size) {
+  Pair<D> one{};
+  if (threadIdx.x < size) one.load_one(from + threadIdx.x * SIZE<D>);
+  return one[0];
+}
+
+template <Dtype D>
 DEVICE void load_vector(float* to, const char* from, int size, int places) {
   for (int at = threadIdx.x; at < places; at += THREADS) {
     Pair<D> one{};
@@ -170,37 +185,59 @@ DEVICE void load_vector(float* to, const char* from, int size, int places) {
   }
 }
 
+DEVICE Chunk vector_rows(const float* vector, int j) {
+  Chunk c;
+  EACH_ELEMENT c.x[i][h][e] = vector[16 * j + 8 * h + lane() % 4 * 2 + e % 2];
+  return c;
+}
+
 DEVICE void add_vector(Chunk& c, const float* vector, int j) {
   EACH_ELEMENT c.x[i][h][e] += vector[16 * j + 8 * h + lane() % 4 * 2 + e % 2];
 }
 
 // ---- rows in memory ----
 
-// The 16 columns from 16 j on of this thread's rows, the first of which is `row`; zeros past the end.
+// The 16 columns from 16 j on of this thread's rows, the first of which is `row`, as they are in memory; zeros past the
+// end. Nothing waits for them here.
+template <Dtype D, int WIDTH>
+struct Rows {
+  static constexpr int LOADS = WIDTH % 2 == 0 ? 1 : 2;  // of two columns
+  Pair<D> x[M_TILES][2][2][LOADS];
+
+  DEVICE void load(const char* from, int row, int rows, int j) {
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int e = 0; e < LOADS; ++e) {
+            int at = row + 16 * i + 8 * half, column = 16 * j + 8 * h + lane() % 4 * 2 + e;
+            const char* p = from + (static_cast<i64>(at) * WIDTH + column) * SIZE<D>;
+            Pair<D>& to = x[i][h][half][e];
+            to = {};
+            if (at < rows && column < WIDTH) {
+              if constexpr (LOADS == 1)
+                to.load(p);
+              else
+                to.load_one(p);
+            }
+          }
+  }
+
+  DEVICE Chunk chunk() const {
+    Chunk c;
+    EACH_ELEMENT c.x[i][h][e] = LOADS == 1 ? x[i][h][e / 2][0][e % 2] : x[i][h][e / 2][e % 2 % LOADS][0];
+    return c;
+  }
+};
+
 template <Dtype D, int WIDTH>
 DEVICE Chunk load_rows(const char* from, int row, int rows, int j) {
-  Chunk c;
-#pragma unroll
-  for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int at = row + 16 * i + 8 * half, column = 16 * j + 8 * h + lane() % 4 * 2;
-        const char* p = from + (static_cast<i64>(at) * WIDTH + column) * SIZE<D>;
-        Pair<D> x{};
-        if constexpr (WIDTH % 2 == 0) {
-          if (at < rows && column < WIDTH) x.load(p);
-        } else {
-          if (at < rows && column + 1 < WIDTH) {
-            x.load_each(p, p + SIZE<D>);
-          } else if (at < rows && column < WIDTH) {
-            x.load_one(p);
-          }
-        }
-        c.x[i][h][2 * half] = x[0], c.x[i][h][2 * half + 1] = x[1];
-      }
-  return c;
+  Rows<D, WIDTH> found;
+  found.load(from, row, rows, j);
+  return found.chunk();
 }
 
 template <Dtype D, int WIDTH>
@@ -244,6 +281,15 @@ DEVICE void clear_columns(Chunk& c, int j) {
 
 DEVICE void clear_rows(Chunk& c, int row, int rows) {
   EACH_ELEMENT if (row + 16 * i + e / 2 * 8 >= rows) c.x[i][h][e] = 0.0f;
+}
+
+// The same of what is packed.
+DEVICE void clear_rows(Fragment& f, int row, int rows) {
+#pragma unroll
+  for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+    for (int w = 0; w < FRAGMENT_WORDS; ++w)
+      if (row + 16 * i + w % 2 * 8 >= rows) f.w[i][w] = 0;
 }
 
 // ---- the stash: each thread's own, in the dtype of the operands ----

@@ -26,24 +26,75 @@ struct Staged {
   static constexpr int PITCH = COLUMNS * ELEMENT_BYTES + (TF32 ? 32 : 16);
   static constexpr int PLANE = ROWS * PITCH;
 
-  static DEVICE void store(u32 to, Chunk c, int row, int rows, int j) {
-    clear_rows(c, row, rows);
-    const Fragment f = packed(c);
-    int l = lane(), first = threadIdx.x / 32 * (16 * M_TILES) + l / 4;
+  // Where this thread has the first two elements of 16 columns, and the place of its row of them among a warp's 16.
+  static DEVICE u32 own(u32 plane, int j) {
+    return plane + (threadIdx.x / 32 * (16 * M_TILES) + lane() / 4) * PITCH + (16 * j + lane() % 4 * 2) * ELEMENT_BYTES;
+  }
+  static DEVICE u32 own_row(u32 plane, int j) {
+    return plane + (threadIdx.x / 32 * (16 * M_TILES) + lane() % 16) * PITCH + (16 * j + lane() / 16 * 8) * 2;
+  }
+
+  static DEVICE void store(u32 to, const Fragment& f, int j) {
 #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
+    for (int i = 0; i < M_TILES; ++i) {
+      const u32(&w)[FRAGMENT_WORDS] = f.w[i];
+#if __CUDA_ARCH__ >= 900
+      if constexpr (!TF32) {
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+          stmatrix_x4(own_row(to, j) + 16 * i * PITCH + p * PLANE, w[4 * p], w[4 * p + 1], w[4 * p + 2], w[4 * p + 3]);
+        continue;
+      }
+#endif
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          u32 place = to + (first + 16 * i + 8 * half) * PITCH + (16 * j + 8 * h + l % 4 * 2) * ELEMENT_BYTES;
+          u32 place = own(to, j) + (16 * i + 8 * half) * PITCH + 8 * h * ELEMENT_BYTES;
           if constexpr (TF32) {
-            st_shared_v2(place, f.w[i][4 * h + half], f.w[i][4 * h + 2 + half]);
+            st_shared_v2(place, w[4 * h + half], w[4 * h + 2 + half]);
           } else {
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p) st_shared_u32(place + p * PLANE, f.w[i][4 * p + 2 * h + half]);
+            for (int p = 0; p < PARTS; ++p) st_shared_u32(place + p * PLANE, w[4 * p + 2 * h + half]);
           }
         }
+    }
+  }
+
+  // Zeros in rows past the end.
+  static DEVICE void clear(u32 plane, int row, int rows) {
+    __syncwarp();
+#pragma unroll 1
+    for (int j = 0; j < COLUMNS / 16; ++j)
+#pragma unroll
+      for (int at = 0; at < M_TILES * 16; at += 8)
+        if (row + at >= rows) {
+          st_shared_u32(own(plane, j) + at * PITCH, 0);
+          st_shared_u32(own(plane, j) + at * PITCH + 8 * ELEMENT_BYTES, 0);
+        }
+  }
+
+  // What this warp has stored, of 16 bits.
+  static DEVICE Chunk load(u32 from, int j) {
+    Chunk c;
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i) {
+      u32 w[4];
+      ldmatrix_x4(own_row(from, j) + 16 * i * PITCH, w[0], w[1], w[2], w[3]);
+#pragma unroll
+      for (int of = 0; of < 4; ++of) {
+        Pair<MATH == Math::f16 ? Dtype::f16 : Dtype::bf16> pair;
+        pair.bits[0] = w[of];
+        c.x[i][of / 2][of % 2 * 2] = pair[0], c.x[i][of / 2][of % 2 * 2 + 1] = pair[1];
+      }
+    }
+    return c;
+  }
+
+  static DEVICE void store_cleared(u32 to, const Chunk& c, int row, int rows, int j) {
+    Fragment f = packed(c);
+    clear_rows(f, row, rows);
+    store(to, f, j);
   }
 
   // 16 columns of 16 rows, as the rows of an operand whose k are these rows.
@@ -87,9 +138,6 @@ struct Staged {
 template <int A, int B>
 struct Products {
   static constexpr int ACROSS = (B + 15) / 16, TILES = (A + 15) / 16 * ACROSS;
-  static constexpr int OWN = (TILES + WARPS - 1) / WARPS;
-
-  static DEVICE int own(int t) { return threadIdx.x / 32 + t * WARPS; }
 
   static DEVICE void add(float (&x)[2][4], int tile, u32 of_a, u32 of_b) {
 #pragma unroll 2
@@ -115,7 +163,7 @@ struct Products {
   // To sums in memory; `before` says whether there are any.
   static DEVICE void add_in_memory(float* sums, bool before, u32 of_a, u32 of_b) {
 #pragma unroll 1
-    for (int tile = own(0); tile < TILES; tile += WARPS) {
+    for (int tile = threadIdx.x / 32; tile < TILES; tile += WARPS) {
       float x[2][4] = {};
       if (before) visit(x, tile, [&](float& sum, int at) { sum = sums[at]; });
       add(x, tile, of_a, of_b);
@@ -124,28 +172,102 @@ struct Products {
   }
 };
 
-// The same in registers.
+// The same in registers: squares of OUTER_TILES tiles on a side, one after the other to each warp. Where there are
+// fewer squares than warps, several have one, each of its part of the rows.
 template <int A, int B>
 struct HeldProducts : Products<A, B> {
   using Base = Products<A, B>;
-  float x[Base::OWN][2][4];
+  using OfA = Staged<(A + 15) / 16 * 16>;
+  using OfB = Staged<(B + 15) / 16 * 16>;
+  static constexpr int SIDE = (A + 15) / 16 % OUTER_TILES == 0 && Base::ACROSS % OUTER_TILES == 0 ? OUTER_TILES : 1;
+  static constexpr int ACROSS = Base::ACROSS / SIDE, SQUARES = Base::TILES / (SIDE * SIDE), DOWN = SQUARES / ACROSS;
+  static constexpr int OWN = (SQUARES + WARPS - 1) / WARPS;
+  static constexpr int SPLIT = WARPS % SQUARES == 0 && ROWS / 16 % (WARPS / SQUARES) == 0 ? WARPS / SQUARES : 1;
+  static constexpr int STEPS = ROWS / 16 / SPLIT;
+  static constexpr bool FULL = SPLIT > 1 || SQUARES % WARPS == 0;  // each warp has all of its squares
+  static constexpr bool SHARED = FULL && WARPS % ACROSS == 0;      // and those are of the same columns of B
+  static constexpr int COLUMNS = SHARED ? 1 : OWN;
+  // Warps take rows in turns that differ by their squares' places, so that all add up columns at the same steps.
+  static constexpr bool IN_TURNS = SHARED && STEPS % DOWN == 0;
+  static constexpr int UNROLL = DOWN > 4 ? DOWN : 4 / SIDE;
+  float x[OWN][SIDE][SIDE][2][4];
+
+  static DEVICE int own(int t) { return SPLIT > 1 ? threadIdx.x / 32 % SQUARES : threadIdx.x / 32 + t * WARPS; }
+  static DEVICE int part() { return SPLIT > 1 ? threadIdx.x / 32 / SQUARES : 0; }
+  static DEVICE bool there(int t) { return FULL || own(t) < SQUARES; }
 
   DEVICE void clear() {
 #pragma unroll
-    for (int t = 0; t < Base::OWN; ++t)
+    for (int t = 0; t < OWN; ++t)
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[t][e / 4][e % 4] = 0.0f;
+      for (int e = 0; e < SIDE * SIDE * 8; ++e) x[t][e / 8 / SIDE][e / 8 % SIDE][e / 4 % 2][e % 4] = 0.0f;
   }
 
-  DEVICE void add(u32 of_a, u32 of_b) {
+  DEVICE void add(u32 of_a, u32 of_b) { add_rows<false>(of_a, of_b, nullptr); }
+
+  // The same, and adds the columns of B to the sums of this warp: each square's of its share of the rows, by a product
+  // with ones.
+  DEVICE void add(u32 of_a, u32 of_b, float* sums) { add_rows<true>(of_a, of_b, sums); }
+
+  template <bool SUMS>
+  DEVICE void add_rows(u32 of_a, u32 of_b, float* sums) {
+    float totals[COLUMNS][SIDE][2][4] = {};
+    u32 ones[FRAGMENT_WORDS];
 #pragma unroll
-    for (int t = 0; t < Base::OWN; ++t)
-      if (Base::own(t) < Base::TILES) Base::add(x[t], Base::own(t), of_a, of_b);
+    for (int w = 0; w < FRAGMENT_WORDS; ++w)
+      ones[w] = TF32 ? 0x3f800000 : w >= 4 ? 0 : MATH == Math::f16 ? 0x3c003c00 : 0x3f803f80;
+    const int turn = own(0) / ACROSS;
+#pragma unroll UNROLL
+    for (int step = 0; step < STEPS; ++step) {
+      const int place = SUMS && IN_TURNS ? step / DOWN * DOWN + (step + turn) % DOWN : step;
+      const int row = 16 * (part() * STEPS + place);
+      Columns b[SIDE];
+#pragma unroll
+      for (int t = 0; t < OWN; ++t)
+        if (there(t)) {
+          const int down = own(t) / ACROSS, across = own(t) % ACROSS;
+          if (t == 0 || !SHARED)
+#pragma unroll
+            for (int n = 0; n < SIDE; ++n) b[n] = OfB::columns(of_b, row, (across * SIDE + n) * 16);
+#pragma unroll
+          for (int m = 0; m < SIDE; ++m) {
+            const Columns a = OfA::transposed(of_a, row, (down * SIDE + m) * 16);
+#pragma unroll
+            for (int h = 0; h < 2 * SIDE; ++h) multiply_add(x[t][m][h / 2][h % 2], a.w, b[h / 2].w, h % 2);
+          }
+          const int share = IN_TURNS ? t * (WARPS / ACROSS) % DOWN : down;
+          if (SUMS && step % DOWN == share) {
+#pragma unroll
+            for (int h = 0; h < 2 * SIDE; ++h)
+              multiply_add(totals[SHARED ? 0 : t][h / 2][h % 2], ones, b[h / 2].w, h % 2);
+          }
+        }
+    }
+    if constexpr (SUMS) {
+#pragma unroll
+      for (int t = 0; t < COLUMNS; ++t)
+        if (lane() < 4 && there(t)) {
+          float* to = sums + own(t) % ACROSS * (SIDE * 16) + lane() * 2;
+#pragma unroll
+          for (int e = 0; e < SIDE * 4; ++e) to[e / 2 * 8 + e % 2] += totals[t][e / 4][e / 2 % 2][e % 2];
+        }
+    }
   }
 
   DEVICE void store(float* to) {
 #pragma unroll
-    for (int t = 0; t < Base::OWN; ++t)
-      if (Base::own(t) < Base::TILES) Base::visit(x[t], Base::own(t), [&](float sum, int at) { to[at] = sum; });
+    for (int s = 0; s < SPLIT; ++s) {
+      if (s > 0) __syncthreads();
+      if (part() == s)
+#pragma unroll
+        for (int t = 0; t < OWN; ++t)
+          if (there(t))
+#pragma unroll
+            for (int e = 0; e < SIDE * SIDE; ++e) {
+              const int m = own(t) / ACROSS * SIDE + e / SIDE, n = own(t) % ACROSS * SIDE + e % SIDE;
+              Base::visit(x[t][e / SIDE][e % SIDE], m * Base::ACROSS + n,
+                          [&](float sum, int at) { to[at] = s > 0 ? to[at] + sum : sum; });
+            }
+    }
   }
 };
