@@ -186,7 +186,11 @@ def _configs(facts: Facts, kind: Facts) -> Some:
     if problem.divided in ("m", "n") or problem.symmetric or k_blocks.max() < 2 * LEAST_K_BLOCKS:
         return Some(_staged(whole, None, kind, k), np.arange(len(whole)), np.ones(len(whole), int))
     ways, rows = _divided(problem, whole, k_blocks)
-    return Some(_staged(whole, ways, kind, k), ways.row[rows], ways.splits[rows])
+    table, at = _staged(whole, ways, kind, k), ways.row[rows]
+    if windows.view_of(problem):  # no other problem reads the table
+        used, at = np.unique(at, return_inverse=True)
+        table = table.take(used)
+    return Some(table, at, ways.splits[rows])
 
 
 @functools.lru_cache(maxsize=256)
