@@ -137,7 +137,8 @@ def draw(path: pathlib.Path) -> pathlib.Path:
     import matplotlib.figure
 
     content, rows = report.read(path)
-    found = lines(rows, {case.name: case for case in networks.sample(content["count"], content["salt"])})
+    salts = content["salt"].split(", ")
+    found = lines(rows, {case.name: case for salt in salts for case in networks.sample(content["count"], salt)})
     groups = by_network(found)
     figure = matplotlib.figure.Figure(figsize=(9, 1.8 + 0.42 * len(groups)), layout="constrained")
     axes = figure.subplots()

@@ -30,6 +30,7 @@ from cutjax.primitives.product_rules import define_product
 
 Sizes = tuple[int, ...]  # along each axis of an image
 DOTS_BYTES = 50e6  # of images and their gradient: from here on XLA's product of matrices is as fast as cuDNN's
+DOTS_PIXELS = 2048  # of all images: of fewer XLA divides the contraction of a gradient of weights, which cuDNN does not
 
 
 @define_product("cutjax_conv")
@@ -288,12 +289,16 @@ class Convolution(Product):
         return ones and not any(map(any, self.padding))
 
     def _is_short_gradient(self, a: jax.Array, result: jax.Array) -> bool:
-        """True for a gradient of images of 16 bits for which cuDNN, which transposes no weights then, beats XLA's dot.
+        """True for a gradient in 16 bits for which XLA's convolution beats its dot.
 
-        Of 9 of up to 32 MB on an H200 (benchmarks/results, conv-*) XLA took 0.78 to 1.10 times as long by cuDNN, 0.90
-        in geometric mean; of 3 of 61 MB 0.90 to 1.12, and of 18 larger ones 1.00 to 1.17.
+        In those of images cuDNN transposes no weights. Of 9 of up to 32 MB on an H200 (benchmarks/results, conv-*) XLA
+        took 0.78 to 1.10 times as long by cuDNN, 0.90 in geometric mean; of 3 of 61 MB 0.90 to 1.12, and of 18 larger
+        ones 1.00 to 1.17. Of weights 3 of 1568 pixels took 0.78 to 0.82, and 32 of more 0.91 to 1.64.
         """
-        return self.form == "transposed" and is_half(a.dtype) and 2 * (a.size + result.size) <= DOTS_BYTES
+        few = 2 * (a.size + result.size) <= DOTS_BYTES
+        if self.form == "weights":
+            few = a.size <= DOTS_PIXELS * a.shape[-1]
+        return self.form != "forward" and few and is_half(a.dtype)
 
     def _by_dot(self, a: jax.Array, b: jax.Array, precision: Any, preferred: Any) -> jax.Array:
         """Computes the product of pixels as one of matrices, as XLA does too, but it transposes weights for that."""

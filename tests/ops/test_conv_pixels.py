@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from checks import integers, same
 
@@ -44,4 +45,18 @@ def test_short_gradients_of_images_in_16_bits_stay_convolutions(images, dtype, d
             return jax.linear_transpose(lambda x: cutjax.conv(x, w), g)(g)
 
     text = jax.jit(program).trace(g, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert (text.count("stablehlo.dot_general"), text.count("stablehlo.convolution")) == (dots, 1 - dots)
+
+
+@pytest.mark.parametrize(("images", "dots"), [(8, 0), (16, 1)], ids=str)
+def test_gradients_of_weights_by_few_pixels_stay_convolutions(images, dots):
+    """Measured: there XLA divides the contraction of the product of matrices."""
+    x = jax.ShapeDtypeStruct((images, 16, 16, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((1, 1, 64, 64), jnp.bfloat16)
+
+    def program(g, w):
+        with cutjax.use_backend("xla"):
+            return jax.linear_transpose(lambda w: cutjax.conv(g, w), w)(g)
+
+    text = jax.jit(program).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
     assert (text.count("stablehlo.dot_general"), text.count("stablehlo.convolution")) == (dots, 1 - dots)
