@@ -57,4 +57,4 @@ def call(asked: cutjax.Problem, config: cutjax.Config | None = None) -> Any:
     called = sm90.resolved(asked, config).call()
     shape = (*asked.batch, *[asked.groups_along("k")] * (asked.divided == "k"), asked.m, asked.n)
     results = [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in asked.epilogue.outputs]
-    return jax.jit(functools.partial(launch, called, called.results or results))
+    return jax.jit(functools.partial(launch, called, called.results or results, {}))

@@ -273,7 +273,7 @@ class Problem(Work):
 
     def tiles(self, height: Any, width: Any) -> tuple[Any, Any]:
         """Returns the tiles of that size along m and n, of an average group along what groups divide."""
-        m, n = -(-self.m // self.groups_along("m")), -(-self.n // self.groups_along("n"))
+        m, n = (-(-size // max(1, self.groups_along(axis))) for axis, size in (("m", self.m), ("n", self.n)))
         return -(-m // height), -(-n // width)
 
     def most_tiles(self, height: Any, width: Any) -> Any:

@@ -106,7 +106,7 @@ def test_every_answer_is_recorded():
     assert answers.told(lines, report.RESULTS) == list(lines)
     assert sum(bool(answer.label) for answer in answers.ANSWERS) == 8
     of_models = answers.ANSWERS[0].rows(report.RESULTS)
-    assert (len(of_models), sum(map(answers.ANSWERS[0].own, of_models))) == (144, 54)
+    assert (len(of_models), sum(map(answers.ANSWERS[0].own, of_models))) == (110, 15)
 
 
 def test_samples_of_attention_have_every_head_size_and_decoding():

@@ -8,7 +8,7 @@ from cutjax.kernels import tuned
 from cutjax.kernels.device import named
 from cutjax.runtime import tuning_file
 
-RECORDED = report.RESULTS / "products-h200.json"
+RECORDED = report.RESULTS / "products-4b08411-h200.json"
 
 
 def test_what_ships_is_what_was_measured(tmp_path, capsys):

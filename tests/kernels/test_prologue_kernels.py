@@ -218,7 +218,7 @@ def test_auto_takes_one_that_is_measured_and_faster(monkeypatch):
 
 
 def test_cuda_and_a_pinned_config_compute_it_in_the_kernel():
-    _, fused = rows(backend="cuda")
+    _, fused = rows(config=cutjax.Config(64, 16, 64, 8, swap=True))
     assert re.match("sm90_bf16.*_nn_.*_swap.*_p[0-9a-f]{8}", fused.runs)
     assert "with the prologue in its loads: 0.262 MB less are moved" in fused.why
     _, pinned = rows(config=Config(16, 64, 64, 16, 16, 1, 4))
