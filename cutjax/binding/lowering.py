@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import mlir
-from jaxlib.mlir import ir
 
 from cutjax.binding import partition
 from cutjax.binding.rules import leaves_axes, symbolic
@@ -164,9 +163,7 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
                 operand_output_aliases=dict(called.aliases),
             )
             outs = lowering(ctx, *args, **called.attributes())
-            frontend: dict[str, ir.Attribute] = {name: ir.StringAttr.get(value) for name, value in takes.items()}
-            first: Any = outs[0]
-            first.owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(frontend)
+            partition.tell(outs[0], takes)
             return outs
 
         def launched(*xs: jax.Array) -> list[jax.Array]:

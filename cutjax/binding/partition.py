@@ -209,11 +209,15 @@ def lower(
     # Jax's cache of compiled programs may leave the callback out of its key, so that says what it does.
     what = primitive.name, sorted(params.items(), key=str), avals, seen and id(seen)
     name = hashlib.sha256(repr(what).encode()).hexdigest()
-    owner = outs[0].owner
-    attributes = {"cutjax": name, **(metadata or {})}
-    frontend: dict[str, ir.Attribute] = {key: ir.StringAttr.get(value) for key, value in attributes.items()}
-    owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(frontend)
+    tell(outs[0], {"cutjax": name, **(metadata or {})})
     return _where_types_say(ctx, outs) if explicit_axes(on_mesh(*avals, *ctx.avals_out).mesh) else outs
+
+
+def tell(result: Any, attributes: Mapping[str, str]) -> None:
+    """Gives the operation of a result attributes that XLA keeps."""
+    if attributes:
+        found: dict[str, ir.Attribute] = {key: ir.StringAttr.get(value) for key, value in attributes.items()}
+        result.owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(found)
 
 
 def _where_types_say(ctx: mlir.LoweringRuleContext, outs: Sequence[Any]) -> Sequence[Any]:

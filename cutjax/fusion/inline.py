@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jax.extend import core
+from jax.sharding import AxisType
 
-from cutjax.binding.rules import explicit_axes
 from cutjax.epilogue.jaxpr import is_open
 from cutjax.fusion.jaxprs import (
     BODIES,
@@ -88,10 +88,12 @@ def without_idle(jaxpr: Any, done: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _is_idle(eqn: Any) -> bool:
-    """True if an equation is a reshard on a mesh whose axes are all automatic."""
-    if eqn.primitive.name != "reshard" or explicit_axes(eqn.params["dst_sharding"].mesh):
+    """True if an equation is a reshard of a scalar on a mesh whose axes are all automatic, and of nothing unreduced."""
+    if eqn.primitive.name != "reshard" or eqn.outvars[0].aval.shape:
         return False
-    return all(axes is None for axes in eqn.params["dst_sharding"].spec)
+    to = eqn.params["dst_sharding"]
+    automatic = all(kind == AxisType.Auto for kind in to.mesh.axis_types)
+    return automatic and not to.spec.unreduced and not to.spec.reduced and to.memory_kind is None
 
 
 def _within(scope: Any, source_info: Any) -> Any:

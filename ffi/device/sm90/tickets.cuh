@@ -29,7 +29,6 @@ DEVICE int ld_shared(u32 address) {
 }
 
 struct Items {
-  static constexpr u32 BYTES = SLOTS * 20;
   u32 full, empty, slots, rank;
   int* counter;
   int stride = 1, slot = 0, phase = 0;

@@ -1,7 +1,6 @@
 // The work items of a cluster, in turns: every so many, as many as there are clusters.
 
 struct Items {
-  static constexpr u32 BYTES = 0;
   int begin, step;
 
   DEVICE static void init(u32) {}
