@@ -119,7 +119,7 @@ def test_sm90(name):
 )
 def test_tiles_as_blocks_come_to_them(config, monkeypatch):
     """Of a device's part of a program over several: whatever number of blocks run, in whatever order."""
-    monkeypatch.setattr(resolved, "LONG_US", 0.0)
+    monkeypatch.setattr(resolved, "DEEP", 0)
     item = Item("bf16", "dense", "nn", 456, 392, 136, "operands")
     of = item.problem.device
     problem = item.problem.on(dataclasses.replace(of.with_sms(2), several=True))

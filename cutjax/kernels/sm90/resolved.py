@@ -13,7 +13,7 @@ from cutjax.kernels.sm90.config import Sizes, Sums
 from cutjax.kernels.sm90.phases import Phases
 from cutjax.kernels.sums import blocks
 
-LONG_US = 40.0  # of a product at the peak, of which blocks take their tiles as they come to them
+DEEP = 8192  # a contraction, of which blocks take tiles as they come to them: the counter cost nothing at 14336
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,14 +49,14 @@ class Resolved(base.Resolved):
     def tickets(self) -> bool:
         """True if blocks take their tiles as they come to them, since other kernels may hold some of the SMs.
 
-        The counter costs a launch that clears it, so the product is a long one, of several tiles for each block.
+        The counter costs a launch that clears it and, of short contractions, time for each tile. So the contraction is
+        long, and there are several tiles for each block.
         """
         p, c, device = self.multiplied, self.config, self.problem.device
         alike = not (p.groups or p.symmetric or windows.view_of(p) or p.a.gathered or scales.scaled(p))
         if not device.several or device.shared or not alike or c.stream_k or c.parts > 1 or c.sliced or c.sms:
             return False
-        rate = device.peak(p.a.dtype, p.math)
-        return self.tiles > 2 * device.sms * self.blocks_per_sm // c.cluster and p.flops > LONG_US * rate / 1e6
+        return self.tiles > 2 * device.sms * self.blocks_per_sm // c.cluster and p.k >= DEEP
 
     @property
     def stored(self) -> Problem:
