@@ -118,7 +118,7 @@ def _odd_rows(a, q):
 
 
 def _gated(p, q, b):
-    return jax.nn.silu(p) * q + b.astype(p.dtype)
+    return jax.nn.silu(p) * q + b[None, :].astype(p.dtype)
 
 
 def _shrunk(acc, t):
