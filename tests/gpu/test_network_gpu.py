@@ -90,9 +90,8 @@ def test_random_numbers(form, dtype_precision, widths, rows):
 
 
 PLANES = [
-    Config(8, 2, planes=True, prefetch=True),
-    Config(16, 1, planes=True, late=True),
-    Config(8, 2, planes=True, outer=2),
+    Config(8, 2, planes=True),
+    Config(16, 1, planes=True),
     Config(4, 1, planes=True, blocks=2),
 ]
 

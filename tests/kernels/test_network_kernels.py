@@ -109,14 +109,13 @@ ERRORS = {"bfloat16": 2e-2, "float16": 3e-3, "tf32": 4e-3, X3: 2e-4, X6: 5e-6, X
 CASES = [
     ("result", "float16", None, Config(1, 2, chained=False)),
     ("result", "float32", X3, Config(2, 1)),
-    ("tangents", "float32", None, Config(1, 1, prefetch=True)),
+    ("tangents", "float32", None, Config(1, 1)),
     ("gradients", "bfloat16", None, Config(2, 1)),
     ("gradients", "float32", X9, Config(2, 1, chained=False, memory=True, memory_sums=True)),
     ("gradients", "float32", None, Config(2, 2)),
-    ("gradients", "bfloat16", None, Config(1, 2, planes=True, late=True)),
-    ("gradients", "bfloat16", None, Config(4, 1, planes=True, outer=2, prefetch=True)),
-    ("gradients", "float16", None, Config(8, 1, planes=True, late=True)),
-    ("gradients of second derivatives", "float16", None, Config(3, 1, planes=True, late=True)),
+    ("gradients", "bfloat16", None, Config(1, 2, planes=True)),
+    ("gradients", "float16", None, Config(8, 1, planes=True)),
+    ("gradients of second derivatives", "float16", None, Config(3, 1, planes=True)),
     ("second derivatives", "float32", X6, Config(1, 1)),
     ("gradients of second derivatives", "float32", X9, Config(1, 1, chained=False, memory=True, memory_sums=True)),
 ]
@@ -157,7 +156,7 @@ def test_small_integers_are_exact():
     arrays = [np.asarray(jnp.asarray(rng.integers(-1, 2, x.shape), x.dtype)) for x in drawn(p)]
     arrays[1] = np.where(rng.random(arrays[1].shape) < 0.3, arrays[1], 0).astype(arrays[1].dtype)
     p = dataclasses.replace(p, dtypes=("float32",) * len(p.dtypes))
-    for config in (Config(2, 1), Config(4, 2, planes=True), Config(2, 1, planes=True, late=True)):
+    for config in (Config(2, 1), Config(4, 2, planes=True), Config(2, 1, planes=True)):
         for found, wanted in zip(computed(Kernel(p, config), arrays), expected(p, arrays), strict=True):
             np.testing.assert_array_equal(found, wanted)
 
@@ -271,7 +270,7 @@ def test_no_spills(arch):
     """Whatever is chosen for gradients, whose registers are scarcest."""
     choice = choose(problem(form("gradients", layers(3, 32, 32, 1)), arch=arch, rows=1 << 20))
     assert choice.resolved is not None
-    planes = resolve(choice.problem, Config(4, 2, planes=True, prefetch=True))
+    planes = resolve(choice.problem, Config(4, 2, planes=True))
     assert isinstance(planes, Kernel)
     for kernel in (choice.resolved, planes):
         resources = kernel.compile().resources

@@ -17,8 +17,6 @@ from cutjax.runtime.choice import Choice, fastest
 
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST = 256
-# As measured (benchmarks/results/experiments/networks-planes-h200.json): see ``Config``.
-PLANES, LATE, OUTER, PREFETCH = True, True, 1, True
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -61,12 +59,10 @@ def configs(problem: Problem) -> Iterator[Config]:
     sums = flags[::-1] if problem.program.sums else (False,)
     for chained, memory, memory_sums in itertools.product(flags, flags[::-1], sums):
         for warps, tiles, blocks in itertools.product((8, 4, 2, 1), (2, 1), (4, 3, 2, 1)):
-            yield Config(warps, tiles, chained, memory, memory_sums, blocks, prefetch=PREFETCH)
-    if PLANES and problem.program.sums and problem.dtype.itemsize == 2:
+            yield Config(warps, tiles, chained, memory, memory_sums, blocks)
+    if problem.program.sums and problem.dtype.itemsize == 2:
         for memory, warps, tiles, blocks in itertools.product(flags[::-1], (16, 8, 4), (2, 1), (2, 1)):
-            yield Config(
-                warps, tiles, True, memory, False, blocks, planes=True, outer=OUTER, late=LATE, prefetch=PREFETCH
-            )
+            yield Config(warps, tiles, True, memory, False, blocks, planes=True)
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:

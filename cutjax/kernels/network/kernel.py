@@ -51,15 +51,7 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = (
-            "c" * c.chained
-            + "m" * c.memory
-            + "s" * c.memory_sums
-            + "p" * c.planes
-            + "l" * c.late
-            + "f" * c.prefetch
-            + f"o{c.outer}" * (c.outer > 1)
-        )
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -72,7 +64,6 @@ class Kernel(Resolved):
             "THREADS": self.threads,
             "M_TILES": c.tiles,
             "BLOCKS_PER_SM": c.blocks,
-            "OUTER_TILES": c.outer,
         }
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
         head += f"constexpr Math MATH = Math::{self.math};\n"
@@ -99,7 +90,7 @@ class Kernel(Resolved):
             found.append(f"about {self.instructions} instructions, at most {longest}: they would compile for long")
         widest = max(kind.sizes[0] for kind in p.program.kinds if kind.name == "rows")
         sizes = {
-            "rows": p.rows + (2 + self.blocks * c.prefetch) * self.rows,
+            "rows": p.rows + (2 + self.blocks) * self.rows,
             "blocks": self.blocks * p.networks,
             "elements of a row": widest * 16,
         }

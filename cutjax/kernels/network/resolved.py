@@ -38,9 +38,6 @@ class Config:
       blocks: on an SM.
       planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
         else they are stashed, and staged there for each sum.
-      outer: tiles of 16 on a side of the squares of sums of outer products that a warp has in registers.
-      late: whether what a stage hands on is written to planes at its end, if it has to wait for other warps.
-      prefetch: whether inputs of up to 16 columns are loaded a tile before they are read.
     """
 
     warps: int
@@ -50,9 +47,6 @@ class Config:
     memory_sums: bool = False
     blocks: int = 1
     planes: bool = False
-    outer: int = 1
-    late: bool = False
-    prefetch: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -224,9 +218,9 @@ class Resolved:
 
     @property
     def prefetched(self) -> tuple[int, ...]:
-        """The numbers of inputs that are loaded a tile before they are read."""
+        """The numbers of inputs that are loaded a tile before they are read: of up to 16 columns."""
         inputs = enumerate(self.problem.program.inputs)
-        return tuple(i for i, kind in inputs if self.config.prefetch and kind.name == "rows" and kind.sizes[0] <= 16)
+        return tuple(i for i, kind in inputs if kind.name == "rows" and kind.sizes[0] <= 16)
 
     @property
     def registers(self) -> int:
@@ -242,9 +236,7 @@ class Resolved:
         """Registers of a thread that have sums of outer products."""
         kinds, found = self.problem.program.kinds, 0
         for a, b in (kinds[x].sizes for x in self.schedule.outers):
-            down, across = padded(a) // 16, padded(b) // 16
-            side = self.config.outer if down % self.config.outer == across % self.config.outer == 0 else 1
-            found += 8 * side**2 * -(-down * across // side**2 // self.config.warps)
+            found += 8 * -(-padded(a) // 16 * padded(b) // 16 // self.config.warps)
         return found
 
     @property

@@ -215,9 +215,8 @@ class Body:
         for x in handed:
             yield f"  Fragment f{x}[{slices}];"
         made = self.schedule.planes.intersection(stage.makes)
-        # What is handed on, and may not be written yet, waits for the last column.
-        late = self.of.config.late and made <= {*handed}
-        self.waiting = made if late and self._meet(made, self.read) else set()
+        # What is handed on, and may not be written before other warps have read, waits for the last column.
+        self.waiting = made if made <= {*handed} and self._meet(made, self.read) else set()
         if not self.waiting:
             yield from (f"  {line}" for line in self._writes(made))
         if self.schedule.planes:

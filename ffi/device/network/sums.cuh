@@ -172,46 +172,46 @@ struct Products {
   }
 };
 
-// The same in registers: squares of OUTER_TILES tiles on a side, one after the other to each warp. Where there are
-// fewer squares than warps, several have one, each of its part of the rows.
+// The same in registers: tiles one after the other to each warp. Where there are fewer tiles than warps, several have
+// one, each of its part of the rows.
 template <int A, int B>
 struct HeldProducts : Products<A, B> {
   using Base = Products<A, B>;
   using OfA = Staged<(A + 15) / 16 * 16>;
   using OfB = Staged<(B + 15) / 16 * 16>;
-  static constexpr int SIDE = (A + 15) / 16 % OUTER_TILES == 0 && Base::ACROSS % OUTER_TILES == 0 ? OUTER_TILES : 1;
-  static constexpr int ACROSS = Base::ACROSS / SIDE, SQUARES = Base::TILES / (SIDE * SIDE), DOWN = SQUARES / ACROSS;
-  static constexpr int OWN = (SQUARES + WARPS - 1) / WARPS;
-  static constexpr int SPLIT = WARPS % SQUARES == 0 && ROWS / 16 % (WARPS / SQUARES) == 0 ? WARPS / SQUARES : 1;
+  using Base::ACROSS, Base::TILES;
+  static constexpr int DOWN = TILES / ACROSS;
+  static constexpr int OWN = (TILES + WARPS - 1) / WARPS;
+  static constexpr int SPLIT = WARPS % TILES == 0 && ROWS / 16 % (WARPS / TILES) == 0 ? WARPS / TILES : 1;
   static constexpr int STEPS = ROWS / 16 / SPLIT;
-  static constexpr bool FULL = SPLIT > 1 || SQUARES % WARPS == 0;  // each warp has all of its squares
-  static constexpr bool SHARED = FULL && WARPS % ACROSS == 0;      // and those are of the same columns of B
+  static constexpr bool FULL = SPLIT > 1 || TILES % WARPS == 0;  // each warp has all of its tiles
+  static constexpr bool SHARED = FULL && WARPS % ACROSS == 0;    // and those are of the same columns of B
   static constexpr int COLUMNS = SHARED ? 1 : OWN;
-  // Warps take rows in turns that differ by their squares' places, so that all add up columns at the same steps.
+  // Warps take rows in turns that differ by their tiles' places, so that all add up columns at the same steps.
   static constexpr bool IN_TURNS = SHARED && STEPS % DOWN == 0;
-  static constexpr int UNROLL = DOWN > 4 ? DOWN : 4 / SIDE;
-  float x[OWN][SIDE][SIDE][2][4];
+  static constexpr int UNROLL = DOWN > 4 ? DOWN : 4;
+  float x[OWN][2][4];
 
-  static DEVICE int own(int t) { return SPLIT > 1 ? threadIdx.x / 32 % SQUARES : threadIdx.x / 32 + t * WARPS; }
-  static DEVICE int part() { return SPLIT > 1 ? threadIdx.x / 32 / SQUARES : 0; }
-  static DEVICE bool there(int t) { return FULL || own(t) < SQUARES; }
+  static DEVICE int own(int t) { return SPLIT > 1 ? threadIdx.x / 32 % TILES : threadIdx.x / 32 + t * WARPS; }
+  static DEVICE int part() { return SPLIT > 1 ? threadIdx.x / 32 / TILES : 0; }
+  static DEVICE bool there(int t) { return FULL || own(t) < TILES; }
 
   DEVICE void clear() {
 #pragma unroll
     for (int t = 0; t < OWN; ++t)
 #pragma unroll
-      for (int e = 0; e < SIDE * SIDE * 8; ++e) x[t][e / 8 / SIDE][e / 8 % SIDE][e / 4 % 2][e % 4] = 0.0f;
+      for (int e = 0; e < 8; ++e) x[t][e / 4][e % 4] = 0.0f;
   }
 
   DEVICE void add(u32 of_a, u32 of_b) { add_rows<false>(of_a, of_b, nullptr); }
 
-  // The same, and adds the columns of B to the sums of this warp: each square's of its share of the rows, by a product
+  // The same, and adds the columns of B to the sums of this warp: each tile's of its share of the rows, by a product
   // with ones.
   DEVICE void add(u32 of_a, u32 of_b, float* sums) { add_rows<true>(of_a, of_b, sums); }
 
   template <bool SUMS>
   DEVICE void add_rows(u32 of_a, u32 of_b, float* sums) {
-    float totals[COLUMNS][SIDE][2][4] = {};
+    float totals[COLUMNS][2][4] = {};
     u32 ones[FRAGMENT_WORDS];
 #pragma unroll
     for (int w = 0; w < FRAGMENT_WORDS; ++w)
@@ -221,25 +221,19 @@ struct HeldProducts : Products<A, B> {
     for (int step = 0; step < STEPS; ++step) {
       const int place = SUMS && IN_TURNS ? step / DOWN * DOWN + (step + turn) % DOWN : step;
       const int row = 16 * (part() * STEPS + place);
-      Columns b[SIDE];
+      Columns b;
 #pragma unroll
       for (int t = 0; t < OWN; ++t)
         if (there(t)) {
           const int down = own(t) / ACROSS, across = own(t) % ACROSS;
-          if (t == 0 || !SHARED)
+          if (t == 0 || !SHARED) b = OfB::columns(of_b, row, across * 16);
+          const Columns a = OfA::transposed(of_a, row, down * 16);
 #pragma unroll
-            for (int n = 0; n < SIDE; ++n) b[n] = OfB::columns(of_b, row, (across * SIDE + n) * 16);
-#pragma unroll
-          for (int m = 0; m < SIDE; ++m) {
-            const Columns a = OfA::transposed(of_a, row, (down * SIDE + m) * 16);
-#pragma unroll
-            for (int h = 0; h < 2 * SIDE; ++h) multiply_add(x[t][m][h / 2][h % 2], a.w, b[h / 2].w, h % 2);
-          }
+          for (int h = 0; h < 2; ++h) multiply_add(x[t][h], a.w, b.w, h);
           const int share = IN_TURNS ? t * (WARPS / ACROSS) % DOWN : down;
           if (SUMS && step % DOWN == share) {
 #pragma unroll
-            for (int h = 0; h < 2 * SIDE; ++h)
-              multiply_add(totals[SHARED ? 0 : t][h / 2][h % 2], ones, b[h / 2].w, h % 2);
+            for (int h = 0; h < 2; ++h) multiply_add(totals[SHARED ? 0 : t][h], ones, b.w, h);
           }
         }
     }
@@ -247,9 +241,9 @@ struct HeldProducts : Products<A, B> {
 #pragma unroll
       for (int t = 0; t < COLUMNS; ++t)
         if (lane() < 4 && there(t)) {
-          float* to = sums + own(t) % ACROSS * (SIDE * 16) + lane() * 2;
+          float* to = sums + own(t) % ACROSS * 16 + lane() * 2;
 #pragma unroll
-          for (int e = 0; e < SIDE * 4; ++e) to[e / 2 * 8 + e % 2] += totals[t][e / 4][e / 2 % 2][e % 2];
+          for (int e = 0; e < 4; ++e) to[e / 2 * 8 + e % 2] += totals[t][e / 2][e % 2];
         }
     }
   }
@@ -261,13 +255,7 @@ struct HeldProducts : Products<A, B> {
       if (part() == s)
 #pragma unroll
         for (int t = 0; t < OWN; ++t)
-          if (there(t))
-#pragma unroll
-            for (int e = 0; e < SIDE * SIDE; ++e) {
-              const int m = own(t) / ACROSS * SIDE + e / SIDE, n = own(t) % ACROSS * SIDE + e % SIDE;
-              Base::visit(x[t][e / SIDE][e % SIDE], m * Base::ACROSS + n,
-                          [&](float sum, int at) { to[at] = s > 0 ? to[at] + sum : sum; });
-            }
+          if (there(t)) Base::visit(x[t], own(t), [&](float sum, int at) { to[at] = s > 0 ? to[at] + sum : sum; });
     }
   }
 };
