@@ -15,7 +15,7 @@ import pytest
 from pages import Block, blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
-README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
+README, HOME, QUICKSTART = ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "quickstart.md"
 BY_OTHERS = {ROOT / "docs" / name for name in ("flax.md", "other-libraries.md")}  # test_other_libraries.py runs them
 PAGES = sorted({*(ROOT / "docs").glob("*.md")} - {HOME, *BY_OTHERS})
 
@@ -57,6 +57,12 @@ def test_a_block_runs_as_it_is_pasted(as_a_user, page):
     for block in found:
         if block.code not in of_readme:
             run(page, f"```python\n{block.code}```\n")
+
+
+@pytest.mark.parametrize("page", [README, HOME, QUICKSTART], ids=lambda page: page.name)
+def test_how_to_install_comes_first(page):
+    (first, *_) = re.findall(r"^```\w*\n(.*)", page.read_text(), re.MULTILINE)
+    assert first.startswith('pip install "cutjax[cuda13')
 
 
 def test_the_readme_is_short():
