@@ -74,12 +74,15 @@ def reasons(config: Any, problem: Problem) -> tuple[str, ...]:
     Returns:
       The reasons, each a sentence; empty where the config serves the problem.
 
+    Raises:
+      TypeError: if the config is of no family, or the problem no ``cutjax.Problem``.
+
     Example:
       >>> import cutjax
       >>> cutjax.reasons(cutjax.Config(bm=128, bn=256), cutjax.Problem.of(4096, 4096, 4096))
       ()
     """
-    found = resolve(problem, config)
+    found = resolve(_checked(problem, "reasons"), config)
     return found if isinstance(found, tuple) else ()
 
 
@@ -94,14 +97,23 @@ def candidates(problem: Problem) -> tuple[Any, ...]:
     Returns:
       The configs, each for ``config=`` of the operation; empty where no kernel serves the problem.
 
+    Raises:
+      TypeError: if the problem is no ``cutjax.Problem``.
+
     Example:
       >>> import cutjax
       >>> cutjax.candidates(cutjax.Problem.of(4096, 4096, 4096))[0].bm
       128
     """
-    into = applied(problem)
+    into = applied(_checked(problem, "candidates"))
     own = (offer.prices.config(i) for offer, i in ranked(problem))
     return tuple(dict.fromkeys((*own, *(candidates(into) if into else ()))))
+
+
+def _checked(problem: Any, where: str) -> Problem:
+    if not isinstance(problem, Problem):
+        raise TypeError(f"{where}: expected a cutjax.Problem, got {problem!r}")
+    return problem
 
 
 @functools.lru_cache(maxsize=4096)

@@ -38,8 +38,8 @@ def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
     """Returns the kernel of a config that can be launched, or every reason why there is none."""
     family = next((family for family in FAMILIES if isinstance(config, family.Config)), None)
     if family is None:
-        known = ", ".join(family.Config.__name__ for family in FAMILIES)
-        raise TypeError(f"{config!r} is no config of a kernel; expected one of {known}")
+        known = "cutjax.Config, MmaConfig, DirectConfig or HaloConfig"
+        raise TypeError(f"{config!r} is no config of a kernel; expected a {known}")
     found = family.resolve(problem, config)
     found = found if isinstance(found, tuple) else found.unlaunchable() or found
     if isinstance(found, tuple) and (into := wide(problem)):

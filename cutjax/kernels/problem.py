@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -51,6 +50,18 @@ class Problem(Work):
         float16. "fast": of float8, added up in as many bits as the tensor cores have, if that is faster.
       turned: whether it is the transpose of what was asked: of several products each has an a of its own then, all
         alike, and all the same b.
+
+    Raises:
+      TypeError: a size is no integer, or a or one of bs no operand.
+      ValueError: a size is negative, batch shapes do not broadcast, or fields contradict each other; says which.
+
+    Example:
+      >>> import cutjax
+      >>> problem = cutjax.Problem(4096, 4096, 512)
+      >>> print(problem)
+      4096x4096x512 nn bf16 x bf16 -> bf16
+      >>> cutjax.reasons(cutjax.Config(bm=128, bn=256), problem)  # none against this kernel
+      ()
     """
 
     m: int
@@ -71,6 +82,8 @@ class Problem(Work):
     def __post_init__(self):
         if not (isinstance(self.a, Operand) and self.bs and all(isinstance(b, Operand) for b in self.bs)):
             raise TypeError(f"Problem: a={self.a!r}, bs={self.bs!r}: expected operands; Problem.of takes dtypes")
+        if not all(isinstance(size, int | np.integer) for size in (self.m, self.n, self.k)):
+            raise TypeError(f"Problem: sizes must be integers, got m={self.m!r}, n={self.n!r}, k={self.k!r}")
         if min(self.m, self.n, self.k) < 0:
             raise ValueError(f"Problem: negative size in m={self.m}, n={self.n}, k={self.k}")
         batches = [operand.batch for operand in (self.a, *self.bs)]
@@ -165,7 +178,8 @@ class Problem(Work):
           more: in_place, symmetric and math.
 
         Raises:
-          ValueError: the fields contradict each other; says which.
+          TypeError: a size is no integer, or a dtype none.
+          ValueError: the layout is none of these, or fields contradict each other; says which.
 
         Example:
           >>> import cutjax
@@ -292,31 +306,6 @@ class Problem(Work):
     def _tiles_to_diagonal(self, height: int, width: int) -> int:
         rows = -(-self.m // height)  # each ends at the tile with its last place on the diagonal
         return floors(rows - 1, height, height + width - 1, width) - (-self.m // width)
-
-    @functools.cached_property
-    def batch_size(self) -> int:
-        """Number of matrices along the batch axes."""
-        return math.prod(self.batch)
-
-    @functools.cached_property
-    def results(self) -> int:
-        """Number of matrices in the result: of each group one, where groups are of the contraction."""
-        return self.batch_size * self.groups_along("k")
-
-    @functools.cached_property
-    def matrices(self) -> tuple[int, ...]:
-        """Number of matrices in a, and in each b: of each group one, where groups are of the other's rows."""
-        of_rows, of_columns = self.groups_along("m"), self.groups_along("n")
-        return (math.prod(self.a.batch) * of_columns, *(math.prod(b.batch) * of_rows for b in self.bs))
-
-    @property
-    def divided(self) -> str:
-        """The axis that groups divide, "m", "k" or "n"; "" where there are none."""
-        return self.groups.axis if self.groups else ""
-
-    def groups_along(self, axis: str) -> int:
-        """Returns the number of groups that divide an axis; 1 where none do."""
-        return self.groups.count if self.groups and self.groups.axis == axis else 1
 
     @functools.cached_property
     def products(self) -> int:

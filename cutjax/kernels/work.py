@@ -20,12 +20,10 @@ class Work:
     a: Operand
     bs: tuple[Operand, ...]
     groups: Groups | None
+    batch: tuple[int, ...]
     epilogue: Epilogue
     symmetric: bool
-    batch_size: int
     products: int
-    results: int
-    matrices: tuple[int, ...]
     beside: tuple[int, int]
     batch_groups: tuple[tuple[int, ...], ...]
 
@@ -65,3 +63,28 @@ class Work:
                 matrices * (self.m if spec.row else 1) * (self.n if spec.col else 1) * np.dtype(spec.dtype).itemsize
             )
         return a + b + operands + self.result_bytes
+
+    @functools.cached_property
+    def batch_size(self) -> int:
+        """Number of matrices along the batch axes."""
+        return math.prod(self.batch)
+
+    @functools.cached_property
+    def results(self) -> int:
+        """Number of matrices in the result: of each group one, where groups are of the contraction."""
+        return self.batch_size * self.groups_along("k")
+
+    @functools.cached_property
+    def matrices(self) -> tuple[int, ...]:
+        """Number of matrices in a, and in each b: of each group one, where groups are of the other's rows."""
+        of_rows, of_columns = self.groups_along("m"), self.groups_along("n")
+        return (math.prod(self.a.batch) * of_columns, *(math.prod(b.batch) * of_rows for b in self.bs))
+
+    @property
+    def divided(self) -> str:
+        """The axis that groups divide, "m", "k" or "n"; "" where there are none."""
+        return self.groups.axis if self.groups else ""
+
+    def groups_along(self, axis: str) -> int:
+        """Returns the number of groups that divide an axis; 1 where none do."""
+        return self.groups.count if self.groups and self.groups.axis == axis else 1

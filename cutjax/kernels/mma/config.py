@@ -43,6 +43,12 @@ class Config:
 
     Raises:
       ValueError: a field is outside its range; lists every reason.
+
+    Example:
+      >>> import cutjax
+      >>> config = cutjax.MmaConfig(bm=64, bn=64, wm=32, stages=3)  # of cutjax.gemm(a, b, config=config)
+      >>> config.name(cutjax.Problem.of(4096, 4096, 4096, arch="sm_80"))
+      'mma_bf16_nn_64x64x32_w32x32_s3'
     """
 
     bm: int = 128
@@ -63,11 +69,11 @@ class Config:
             value = getattr(self, field.name)
             if isinstance(field.default, bool):
                 if not isinstance(value, (bool, np.bool_)):
-                    raise ValueError(f"Config: {field.name}={value!r}, expected a bool")
+                    raise ValueError(f"MmaConfig: {field.name}={value!r}, expected a bool")
                 object.__setattr__(self, field.name, bool(value))
                 continue
             if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ValueError(f"Config: {field.name}={value!r}, expected an int")
+                raise ValueError(f"MmaConfig: {field.name}={value!r}, expected an int")
             object.__setattr__(self, field.name, operator.index(value))  # as numpy has it too
         reasons = []
         for block, warp in (("bm", "wm"), ("bn", "wn")):
@@ -97,7 +103,7 @@ class Config:
         if not reasons and self.threads not in (32, 64, 128, 256, 512):
             reasons.append(f"{self.threads // 32} warps: 1, 2, 4, 8 or 16")
         if reasons:
-            raise ValueError("Config: " + "; ".join(reasons))
+            raise ValueError("MmaConfig: " + "; ".join(reasons))
 
     @property
     def slim(self) -> bool:
