@@ -81,7 +81,12 @@ def patch() -> Iterator[Patched]:
     the end of the block, also by an exception, ``jax.jit`` is what it was. Blocks may be nested, and mean the same.
 
     Returns:
-      A context manager; with ``as``, a record of the programs that were fused, which ``print`` shows.
+      A context manager; with ``as``, a record of what was fused, which ``print`` shows. Its ``programs`` are a list, in
+      the order in which functions were jitted, of the programs with products that have been traced so far, each with
+      the function's ``name``, how many ``products`` it has, and how many of these ``kernels`` compute.
+
+    Raises:
+      TypeError: by ``jax.jit`` in the block, as anywhere, if it is given no function. The block itself raises nothing.
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -89,7 +94,7 @@ def patch() -> Iterator[Patched]:
       ...     layer = jax.jit(lambda x, w: jax.nn.gelu(x @ w))
       >>> layer(jnp.ones((8, 16)), jnp.ones((16, 32))).shape
       (8, 32)
-      >>> len(patched.programs)
+      >>> patched.programs[0].products
       1
     """
     global _users, _original

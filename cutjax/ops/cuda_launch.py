@@ -63,6 +63,18 @@ class CudaLaunch:
       entry: the kernel in the text; by default that of the ``cuda_kernel``.
       blocks_per_sm: 0 launches the grid as it is; more makes the kernel persistent: the grid's x is cut to that many
         blocks for each SM of the device it runs on.
+
+    Raises:
+      TypeError, ValueError: if a field is none of the above; not here, but when the function of the ``cuda_kernel`` is
+        called, on every platform.
+
+    Example:
+      >>> import cutjax, jax
+      >>> def launch(x, y):  # a thread for each element; the kernel's parameters are two pointers and an int
+      ...     return cutjax.CudaLaunch(grid=-(-x.size // 256), block=256, arguments=(x, y, x.size))
+      >>> x = jax.ShapeDtypeStruct((1000,), "float32")
+      >>> launch(x, x).grid
+      4
     """
 
     grid: int | Sequence[int]

@@ -40,6 +40,11 @@ class Quantized:
       scale: floats, such as float32, bfloat16, float16, float8_e8m0fnu (mx) or float8_e4m3fn (nvfp4).
       zero_point: numbers that broadcast against the scale, such as those in the dtype of the values; or None.
 
+    Raises:
+      TypeError: if the scale is no array of floats, or the zero points are no numbers. Here as below, not when one is
+        made, which a transformation may do with anything, but by an operation or a method that reads it.
+      ValueError: if the shape of either says no blocks of the values.
+
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x, w = jnp.ones((4, 64), jnp.bfloat16), jax.random.normal(jax.random.key(0), (64, 32))
@@ -68,7 +73,11 @@ class Quantized:
         return len(self.shape)
 
     def __getitem__(self, index: Any) -> Quantized:
-        """Returns the matrices at an index of the axes before the last two, such as those of a layer or of experts."""
+        """Returns the matrices at an index of the axes before the last two, such as those of a layer or of experts.
+
+        Raises:
+          IndexError: if it is an index of the last two axes, too.
+        """
         if index is Ellipsis:
             return self
         if len(index if isinstance(index, tuple) else (index,)) > self.ndim - 2:

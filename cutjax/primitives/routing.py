@@ -40,6 +40,9 @@ class Routing(NamedTuple):
       inverse: int32 ``[..., tokens, k]``, for each pair its row.
       group_sizes: int32 ``[..., experts]``, the number of rows of each expert.
 
+    Raises:
+      TypeError, ValueError: by its methods, if what they are given is no array, or has other rows.
+
     Example:
       >>> import cutjax, jax.numpy as jnp
       >>> routing = cutjax.route(jnp.array([[0.0, 1.0], [3.0, 2.0], [1.0, 5.0]]), k=1)
@@ -64,6 +67,10 @@ class Routing(NamedTuple):
 
         A gather, whose transpose is ``combine``. On Hopper there is a kernel for rows of whole 16 bytes, which
         ``cutjax.use_backend("cuda")`` chooses; all else is XLA's.
+
+        Raises:
+          TypeError: if x is no array.
+          ValueError: if x has no row for each token.
         """
         return _bind(dispatch_p, matrix(x, "x", "dispatch"), self.permutation, self.inverse, self.inverse.shape[:-1])
 
@@ -73,6 +80,10 @@ class Routing(NamedTuple):
 
         A gather and a sum in float32 in the order of the choices, rounded once: deterministic. Its transpose is
         ``dispatch``.
+
+        Raises:
+          TypeError: if rows are no array.
+          ValueError: if there is no row for each pair.
         """
         return _bind(combine_p, matrix(rows, "rows", "combine"), self.permutation, self.inverse, self.permutation.shape)
 

@@ -57,6 +57,12 @@ class MLP(nn.Module):
       promote_dtype: as of ``flax.linen.Dense``.
       save: what is kept for the backward pass, as in ``cutjax.mlp``.
 
+    Raises:
+      TypeError: if there is no such argument, with a list of those there are; when called, if the activation is no
+        function.
+      ValueError: when called, if the inputs are a scalar, or ``save`` or ``precision`` is unknown.
+      flax.errors.ScopeParamShapeError: when applied, if the parameters are of inputs of another size.
+
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.MLP(64, activation=jax.nn.relu)
@@ -109,6 +115,9 @@ class GatedMLP(MLP):
       activation: any elementwise function written in JAX, of the gate; ``jax.nn.silu`` by default.
       use_bias: whether the three layers have a bias; False by default.
 
+    Raises:
+      TypeError, ValueError, flax.errors.ScopeParamShapeError: as of ``MLP``.
+
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.GatedMLP(64)
@@ -153,6 +162,13 @@ class MoE(nn.Module):
       router_kernel_init: of the router's kernel.
       promote_dtype: as of ``flax.linen.Dense``.
       save: what is kept for the backward pass, as in ``cutjax.moe``.
+
+    Raises:
+      TypeError: if there is no such argument, with a list of those there are; when called, if the activation is no
+        function.
+      ValueError: when called, if the numbers of experts, of groups and k contradict each other, the scoring is unknown,
+        or the inputs have no axis of tokens.
+      flax.errors.ScopeParamShapeError: when applied, if the parameters are of inputs of another size.
 
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp

@@ -19,6 +19,13 @@ class Conv(nn.Conv):
     Attributes:
       activation: any elementwise function written in JAX, run in float32 before the result is rounded; or None.
 
+    Raises:
+      TypeError: if there is no such argument, with a list of those there are; when called, if the activation is no
+        function.
+      ValueError: when called, if the channels do not divide into groups, the inputs have too few axes, the padding is
+        of another number of axes, or the mask's shape is not the kernel's.
+      flax.errors.ScopeParamShapeError: when applied, if the parameters are of inputs of another size.
+
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.Conv(16, (3, 3), strides=2, activation=jax.nn.silu)
@@ -52,6 +59,9 @@ class ConvTranspose(nn.ConvTranspose):
 
     Attributes:
       activation: as of ``Conv``.
+
+    Raises:
+      TypeError, ValueError, flax.errors.ScopeParamShapeError: as of ``Conv``.
 
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp

@@ -18,6 +18,12 @@ class Head(Dense):
 
     Takes all arguments of ``flax.linen.Dense``, and has its parameters.
 
+    Raises:
+      TypeError: if there is no such argument; when called, if there are options without labels, there is no such
+        option, or labels are no integers.
+      ValueError: if there is an activation; when called, if labels are not one for each row.
+      flax.errors.ScopeParamShapeError: as of ``Dense``.
+
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> head, x = cutjax.flax.linen.Head(32, use_bias=False), jnp.ones((2, 8, 16))

@@ -33,6 +33,12 @@ class Dense(nn.Dense):
     Attributes:
       activation: any elementwise function written in JAX, run in float32 before the result is rounded; or None.
 
+    Raises:
+      TypeError: if there is no such argument, with a list of those there are; when called, if the activation is no
+        function.
+      ValueError: when called, if the inputs are a scalar.
+      flax.errors.ScopeParamShapeError: when applied, if the parameters are of inputs of another size.
+
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.Dense(32, activation=jax.nn.gelu)
@@ -57,6 +63,10 @@ class DenseGeneral(nn.DenseGeneral):
 
     Attributes:
       activation: as of ``Dense``.
+
+    Raises:
+      TypeError, flax.errors.ScopeParamShapeError: as of ``Dense``.
+      ValueError: when called, if the inputs have no such axis, or ``batch_dims`` are not the first ones.
 
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
@@ -105,6 +115,11 @@ class Einsum(nn.Einsum):
 
     Attributes:
       activation: as of ``Dense``.
+
+    Raises:
+      TypeError: as of ``Dense``.
+      ValueError: when called, if there is no equation, one without "->", or of another number of operands than two, or
+        if sizes differ.
 
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp

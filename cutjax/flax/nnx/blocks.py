@@ -50,6 +50,11 @@ class MLP(nnx.Module):
       down_kernel_metadata: of the kernel of ``down``.
       down_bias_metadata: of its bias.
 
+    Raises:
+      TypeError: if there is no such argument, with a list of those there are, or the activation is no function.
+      ValueError: when called, if the last axis of the inputs is not in_features, or ``save`` or ``precision`` is
+        unknown.
+
     Example:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp
       >>> from flax import nnx
@@ -120,6 +125,9 @@ class GatedMLP(MLP):
       activation: any elementwise function written in JAX, of the gate; ``jax.nn.silu`` by default.
       use_bias: whether the three layers have a bias; False by default.
 
+    Raises:
+      TypeError, ValueError: as of ``MLP``.
+
     Example:
       >>> import cutjax.flax.nnx, jax.numpy as jnp
       >>> from flax import nnx
@@ -144,7 +152,16 @@ class GatedMLP(MLP):
 
 
 class SelectionBias(nnx.Variable):
-    """The bias of ``MoE`` that chooses experts and does not weigh them: a state, not a parameter."""
+    """The bias of ``MoE`` that chooses experts and does not weigh them: a state, not a parameter.
+
+    Example:
+      >>> import cutjax.flax.nnx
+      >>> from flax import nnx
+      >>> layer = cutjax.flax.nnx.MoE(16, 32, num_experts=4, use_selection_bias=True, rngs=nnx.Rngs(0))
+      >>> layer.selection_bias[...] += 0.5
+      >>> nnx.state(layer, cutjax.flax.nnx.SelectionBias)["selection_bias"][...].tolist()
+      [0.5, 0.5, 0.5, 0.5]
+    """
 
 
 @named_arguments
@@ -183,6 +200,11 @@ class MoE(nnx.Module):
       kernel_metadata: of ``gate_kernel`` and ``up_kernel``, such as ``{"out_sharding": ("expert", None, None)}``.
       down_kernel_metadata: of ``down_kernel``.
       router_kernel_metadata: of the router's kernel.
+
+    Raises:
+      TypeError: if there is no such argument, with a list of those there are, or the activation is no function.
+      ValueError: if the numbers of experts, of groups and k contradict each other, or the scoring is unknown; when
+        called, if the last axis of the inputs is not in_features, or they have no axis of tokens.
 
     Example:
       >>> import cutjax.flax.nnx, jax.numpy as jnp

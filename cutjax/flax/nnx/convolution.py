@@ -21,6 +21,11 @@ class Conv(nnx.Conv):
     Args:
       activation: any elementwise function written in JAX, run in float32 before the result is rounded; or None.
 
+    Raises:
+      TypeError: if there is no such argument, with a list of those there are, or the activation is no function.
+      ValueError: if the channels do not divide into groups; when called, if the inputs have other channels or too few
+        axes, the padding is of another number of axes, or the mask's shape is not the kernel's.
+
     Example:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp
       >>> from flax import nnx
@@ -51,6 +56,9 @@ class ConvTranspose(nnx.ConvTranspose):
 
     Args:
       activation: as of ``Conv``.
+
+    Raises:
+      TypeError, ValueError: as of ``Conv``.
 
     Example:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp

@@ -17,6 +17,11 @@ class Head(Linear):
 
     Takes all arguments of ``flax.nnx.Linear``, and has its parameters.
 
+    Raises:
+      TypeError: if there is no such argument; when called, if there is no such option, or labels are no integers.
+      ValueError: if there is an activation; when called, if the last axis of the inputs is not in_features, or labels
+        are not one for each row.
+
     Example:
       >>> import cutjax.flax.nnx, jax.numpy as jnp
       >>> from flax import nnx

@@ -29,6 +29,10 @@ class Linear(nnx.Linear):
     Args:
       activation: any elementwise function written in JAX, run in float32 before the result is rounded; or None.
 
+    Raises:
+      TypeError: if there is no such argument, with a list of those there are, or the activation is no function.
+      ValueError: when called, if the last axis of the inputs is not in_features.
+
     Example:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp
       >>> from flax import nnx
@@ -67,6 +71,10 @@ class LinearGeneral(nnx.LinearGeneral):
 
     Args:
       activation: as of ``Linear``.
+
+    Raises:
+      TypeError: as of ``Linear``.
+      ValueError: when called, if the inputs have no such axis, or one of another size than the kernel's.
 
     Example:
       >>> import cutjax.flax.nnx, jax.numpy as jnp
@@ -111,6 +119,11 @@ class Einsum(nnx.Einsum):
 
     Args:
       activation: as of ``Linear``.
+
+    Raises:
+      TypeError: as of ``Linear``.
+      ValueError: when called, if the equation is one without "->", or of another number of operands than two, or if
+        sizes differ.
 
     Example:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp

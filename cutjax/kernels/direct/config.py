@@ -24,6 +24,13 @@ class Config:
 
     Raises:
       ValueError: a field is outside its range; lists every reason.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> x, w = jnp.ones((1, 16, 16, 64), jnp.bfloat16), jnp.ones((3, 3, 1, 64), jnp.bfloat16)
+      >>> config = cutjax.DirectConfig(pairs=1, strip=8)
+      >>> cutjax.conv(x, w, feature_group_count=64, config=config).shape
+      (1, 16, 16, 64)
     """
 
     pairs: int = 2

@@ -199,6 +199,12 @@ class Config(Sizes):
 
     Raises:
       ValueError: a field is outside its range, or the accumulators do not fit the registers; lists every reason.
+
+    Example:
+      >>> import cutjax
+      >>> config = cutjax.Config(bm=128, bn=128, schedule="pingpong")  # of cutjax.gemm(a, b, config=config)
+      >>> config.name(cutjax.Problem(4096, 4096, 4096))
+      'sm90_bf16_nn_128x128x64_s4_c1x1_pingpong'
     """
 
     bm: int = 128
