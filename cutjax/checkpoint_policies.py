@@ -20,7 +20,7 @@ def dots_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
     Returns:
       True where the equation's results are to be saved for the backward pass.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> layer = jax.checkpoint(cutjax.gemm, policy=cutjax.checkpoint_policies.dots_saveable)
       >>> jax.grad(lambda x: layer(x, x).sum())(jnp.ones((2, 2))).shape
@@ -42,7 +42,7 @@ def dots_with_no_batch_dims_saveable(prim: Any, *avals: Any, **params: Any) -> b
     Returns:
       True where the equation's results are to be saved for the backward pass.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> policy = cutjax.checkpoint_policies.dots_with_no_batch_dims_saveable
       >>> layer = jax.checkpoint(cutjax.gemm, policy=policy)

@@ -155,7 +155,7 @@ def explain(
     Raises:
       ValueError: if the architecture or the device is unknown, or if they differ.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
       >>> len(cutjax.explain(cutjax.gemm)(x, x).rows)

@@ -52,7 +52,7 @@ def gptq(
       ValueError: if the shapes do not fit together, or the groups are not in order (``desc_act`` of its configuration):
         sort the rows by group then, and the columns of x alike.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> words, scales = jnp.full((16, 32), 0x76543210, jnp.int32), jnp.ones((1, 32), jnp.float16)
       >>> q = cutjax.formats.gptq(words, scales, jnp.full((1, 4), 0x77777777, jnp.int32))
@@ -100,7 +100,7 @@ def awq(qweight: ArrayLike, scales: ArrayLike, qzeros: ArrayLike) -> Quantized:
       TypeError: if an array has another dtype.
       ValueError: if the shapes do not fit together.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> words, zeros = jnp.full((128, 4), 0x75316420, jnp.int32), jnp.zeros((1, 4), jnp.int32)
       >>> q = cutjax.formats.awq(words, jnp.ones((1, 32), jnp.float16), zeros)
@@ -129,7 +129,7 @@ def mxfp4(blocks: ArrayLike, scales: ArrayLike) -> Quantized:
       TypeError: if an array has another dtype.
       ValueError: if the shapes do not fit together.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> blocks, scales = jnp.full((8, 2, 16), 0x42, jnp.uint8), jnp.full((8, 2), 128, jnp.uint8)
       >>> q = cutjax.formats.mxfp4(blocks, scales)
@@ -162,7 +162,7 @@ def deepseek_fp8(weight: ArrayLike, weight_scale_inv: ArrayLike) -> Quantized:
       TypeError: if an array has another dtype.
       ValueError: if the shapes do not fit together.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> weight, scale = jnp.ones((576, 256), jnp.float8_e4m3fn), jnp.full((5, 2), 0.5)
       >>> q = cutjax.formats.deepseek_fp8(weight, scale)

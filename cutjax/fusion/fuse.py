@@ -141,7 +141,7 @@ def fuse(
       ValueError: if the policy is unknown. When called, if a donated argument did not come; and whatever tracing
         ``fn`` raises, with a note that names it.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> layer = lambda x, w, b: jax.nn.gelu(x @ w + b)
       >>> x, w, b = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 32), jnp.bfloat16), jnp.ones(32, jnp.bfloat16)

@@ -88,7 +88,7 @@ def patch() -> Iterator[Patched]:
     Raises:
       TypeError: by ``jax.jit`` in the block, as anywhere, if it is given no function. The block itself raises nothing.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> with cutjax.patch() as patched:
       ...     layer = jax.jit(lambda x, w: jax.nn.gelu(x @ w))

@@ -77,7 +77,7 @@ def reasons(config: Any, problem: Problem) -> tuple[str, ...]:
     Raises:
       TypeError: if the config is of no family, or the problem no ``cutjax.Problem``.
 
-    Example:
+    Examples:
       >>> import cutjax
       >>> cutjax.reasons(cutjax.Config(bm=128, bn=256), cutjax.Problem.of(4096, 4096, 4096))
       ()
@@ -100,7 +100,7 @@ def candidates(problem: Problem) -> tuple[Any, ...]:
     Raises:
       TypeError: if the problem is no ``cutjax.Problem``.
 
-    Example:
+    Examples:
       >>> import cutjax
       >>> cutjax.candidates(cutjax.Problem.of(4096, 4096, 4096))[0].bm
       128

@@ -55,7 +55,7 @@ class Problem(Work):
       TypeError: a size is no integer, or a or one of bs no operand.
       ValueError: a size is negative, batch shapes do not broadcast, or fields contradict each other; says which.
 
-    Example:
+    Examples:
       >>> import cutjax
       >>> problem = cutjax.Problem(4096, 4096, 512)
       >>> print(problem)
@@ -181,7 +181,7 @@ class Problem(Work):
           TypeError: a size is no integer, or a dtype none.
           ValueError: the layout is none of these, or fields contradict each other; says which.
 
-        Example:
+        Examples:
           >>> import cutjax
           >>> cutjax.Problem.of(4096, 4096, 512, "nt", "int8", "int8", "int32").layout
           'nt'

@@ -140,7 +140,7 @@ def use_tuning(
       TypeError: if nothing is asked, ``frozen`` with either of the others, or measurements that ``None`` hides.
       ValueError: if ``measure`` is no number of kernels.
 
-    Example:
+    Examples:
       >>> import cutjax
       >>> problem = cutjax.Problem(4096, 4096, 4096)
       >>> with cutjax.use_tuning(None):

@@ -70,7 +70,7 @@ def causal_conv1d(
     Raises:
       TypeError, ValueError: shapes that are none of these, or an unknown activation; as ``cutjax.conv``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> x, w, bias = jnp.ones((2, 10, 8)), jnp.ones((4, 8)), jnp.zeros(8)
       >>> y, state = cutjax.causal_conv1d(x, w, bias, activation="silu", return_state=True)
@@ -131,7 +131,7 @@ def causal_conv1d_update(
     Raises:
       TypeError, ValueError: as ``causal_conv1d``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> state, w = jnp.zeros((2, 3, 8)), jnp.ones((4, 8))
       >>> y, state = cutjax.causal_conv1d_update(jnp.ones((2, 8)), state, w, activation="silu")

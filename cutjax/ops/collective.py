@@ -77,7 +77,7 @@ def all_gather_gemm(
       TypeError, ValueError, NotImplementedError: as ``cutjax.gemm`` does; and if the axis is not one name, is not
         bound, or the epilogue depends on which row is which.
 
-    Example:
+    Examples:
       >>> import cutjax, functools, jax, jax.numpy as jnp
       >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> rows, columns = jax.P("model", None), jax.P(None, "model")
@@ -153,7 +153,7 @@ def gemm_reduce_scatter(
       TypeError, ValueError, NotImplementedError: as ``cutjax.gemm`` does; and if the axis is not one name, is not
         bound, or does not divide the rows.
 
-    Example:
+    Examples:
       >>> import cutjax, functools, jax, jax.numpy as jnp
       >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> f = functools.partial(cutjax.gemm_reduce_scatter, axis_name="model")

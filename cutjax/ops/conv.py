@@ -95,7 +95,7 @@ def conv(
       NotImplementedError: if the epilogue is no elementwise function; and when compiled, if backend is "cuda" and no
         kernel serves the problem; lists every reason.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x, w = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 16))
       >>> cutjax.conv(x, w, window_strides=2).shape

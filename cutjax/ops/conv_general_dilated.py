@@ -65,7 +65,7 @@ def conv_general_dilated(
       NotImplementedError: where the backend is "cuda" and ``jax.lax.conv_general_dilated`` would run; and when
         compiled, as ``cutjax.conv``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> x, w = jnp.ones((2, 3, 8, 8)), jnp.ones((16, 3, 3, 3))  # lax's default layouts
       >>> cutjax.conv_general_dilated(x, w, (1, 1), "SAME").shape
@@ -129,7 +129,7 @@ def conv_transpose(
       TypeError, ValueError: as ``jax.lax.conv_transpose``.
       NotImplementedError: as ``cutjax.conv_general_dilated``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> x, w = jnp.ones((2, 8, 8, 3)), jnp.ones((2, 2, 3, 16))
       >>> cutjax.conv_transpose(x, w, (2, 2), "SAME").shape

@@ -75,7 +75,7 @@ def cuda_kernel(
       TypeError, ValueError: if an argument is none of the above; a call raises them for what ``out`` and ``launch``
         return. Lowering for a GPU raises ``CompileError`` with the places in the text where NVRTC rejects it.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> double = cutjax.cuda_kernel(
       ...     '''extern "C" __global__ void twice(const float* x, float* y, int n) {

@@ -68,7 +68,7 @@ class CudaLaunch:
       TypeError, ValueError: if a field is none of the above; not here, but when the function of the ``cuda_kernel`` is
         called, on every platform.
 
-    Example:
+    Examples:
       >>> import cutjax, jax
       >>> def launch(x, y):  # a thread for each element; the kernel's parameters are two pointers and an int
       ...     return cutjax.CudaLaunch(grid=-(-x.size // 256), block=256, arguments=(x, y, x.size))

@@ -66,7 +66,7 @@ def dot_general(
       NotImplementedError: where the backend is "cuda" and ``jax.lax.dot_general`` would run; and when compiled, as
         ``cutjax.gemm``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> q, k = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 6, 4, 16))  # [batch, position, head, channel]
       >>> cutjax.dot_general(q, k, (((3,), (3,)), ((0, 2), (0, 2)))).shape

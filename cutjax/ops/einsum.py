@@ -47,7 +47,7 @@ def dot(
       TypeError, ValueError: as ``jax.numpy.dot``.
       NotImplementedError: as ``cutjax.dot_general``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> cutjax.dot(jnp.arange(3.0), jnp.ones((3, 2)))
       Array([3., 3.], dtype=float32)
@@ -80,7 +80,7 @@ def matmul(
       TypeError, ValueError: as ``jax.numpy.matmul``.
       NotImplementedError: as ``cutjax.dot_general``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> cutjax.matmul(jnp.ones((5, 1, 2, 3)), jnp.ones((4, 3, 2))).shape
       (5, 4, 2, 2)
@@ -115,7 +115,7 @@ def tensordot(
       TypeError, ValueError: as ``jax.numpy.tensordot``.
       NotImplementedError: as ``cutjax.dot_general``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> cutjax.tensordot(jnp.ones((2, 3, 4)), jnp.ones((3, 4, 5))).shape
       (2, 5)
@@ -156,7 +156,7 @@ def einsum(
     Raises:
       TypeError, ValueError, NotImplementedError: as ``jax.numpy.einsum``, and as ``cutjax.dot_general``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> p, v = jnp.ones((2, 4, 8, 6)), jnp.ones((2, 6, 4, 16))  # of attention
       >>> cutjax.einsum("bhqk,bkhd->bqhd", p, v).shape

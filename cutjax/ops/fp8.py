@@ -193,7 +193,7 @@ def fp8_dot_general(
     Raises:
       ValueError: if the recipe, the dtype or the policy is none of these.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> dot_general = cutjax.fp8_dot_general("block", policy="always")

@@ -70,7 +70,7 @@ def fused_mlp(
       ValueError: if shapes do not fit.
       NotImplementedError: if an activation is no elementwise function.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> weights = [jnp.ones((3, 64)), jnp.ones((64, 64)), jnp.ones((64, 1))]
       >>> cutjax.fused_mlp(jnp.ones((10, 3)), weights, None, jnp.tanh).shape

@@ -106,7 +106,7 @@ def gemm(
       NotImplementedError: if the epilogue or the prologue is no elementwise function; and when compiled, if backend is
         "cuda" and no kernel serves the problem; lists every reason.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x, w = jnp.ones((2, 8, 16), jnp.bfloat16), jnp.ones((32, 16), jnp.bfloat16)
       >>> cutjax.gemm(x, w, layout="nt").shape

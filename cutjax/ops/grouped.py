@@ -113,7 +113,7 @@ def grouped_gemm(
       NotImplementedError: if the epilogue is no elementwise function; and when compiled, if backend is "cuda" and no
         kernel serves the problem; lists every reason.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> x, w = jnp.ones((6, 8)), jnp.ones((3, 8, 4))
       >>> sizes, bias = jnp.array([2, 0, 3]), jnp.ones((3, 1, 4))
@@ -253,7 +253,7 @@ def grouped_outer(
     Raises:
       TypeError, ValueError, NotImplementedError: as ``grouped_gemm``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> x, dy = jnp.ones((6, 8)), jnp.ones((6, 4))
       >>> cutjax.grouped_outer(x, dy, jnp.array([2, 0, 3]))[:, 0, 0]

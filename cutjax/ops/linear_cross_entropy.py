@@ -83,7 +83,7 @@ def linear_cross_entropy(
       TypeError: if an operand is no array, x and w no floating-point numbers or labels no integers.
       ValueError: if shapes do not fit, or an option is unknown.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x, w, labels = jnp.ones((2, 8, 16)), jnp.zeros((16, 32)), jnp.zeros((2, 8), jnp.int32)
       >>> loss, gradients = jax.value_and_grad(cutjax.linear_cross_entropy, (0, 1))(x, w, labels)

@@ -106,7 +106,7 @@ def mlp(
     Raises:
       TypeError, ValueError, NotImplementedError: as ``cutjax.gemm`` does, and ``cutjax.all_gather_gemm``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x, w, v = jnp.ones((2, 8, 16)), jnp.ones((16, 64)), jnp.ones((64, 16))
       >>> cutjax.mlp(x, w, v, gate=w, activation=jax.nn.silu).shape
@@ -210,7 +210,7 @@ def grouped_mlp(
     Raises:
       TypeError, ValueError, NotImplementedError: as ``cutjax.grouped_gemm`` does.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x, w, v = jnp.ones((6, 16)), jnp.ones((3, 16, 64)), jnp.ones((3, 64, 16))
       >>> cutjax.grouped_mlp(x, w, v, jnp.array([2, 0, 3]), gate=w, activation=jax.nn.silu).shape

@@ -113,7 +113,7 @@ def moe(
     Raises:
       TypeError, ValueError, NotImplementedError: as ``cutjax.route`` and ``cutjax.grouped_mlp`` do.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x, router = jax.random.normal(jax.random.key(0), (2, 5, 16)), jnp.eye(16, 4)
       >>> w_in, w_out = jnp.ones((4, 16, 32)), jnp.ones((4, 32, 16))

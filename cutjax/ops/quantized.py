@@ -45,7 +45,7 @@ class Quantized:
         made, which a transformation may do with anything, but by an operation or a method that reads it.
       ValueError: if the shape of either says no blocks of the values.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x, w = jnp.ones((4, 64), jnp.bfloat16), jax.random.normal(jax.random.key(0), (64, 32))
       >>> q = cutjax.quantize(w, jnp.int8, block=(-1, 1))  # a scale for each column
@@ -129,7 +129,7 @@ def quantize(
       TypeError: if x is no array of floats, or a dtype is none of these.
       ValueError: if x is no matrix, or the block does not divide it.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> w = jax.random.normal(jax.random.key(0), (256, 128))
       >>> q = cutjax.quantize(w, jnp.uint4, block=(64, 1), zero_point=True)

@@ -66,7 +66,7 @@ def ragged_dot(
       NotImplementedError: with ``out_sharding``; with symbolic sizes where the backend is "cuda" or there is a
         ``group_offset``; and when compiled, as ``cutjax.grouped_gemm``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> x, w = jnp.ones((6, 8)), jnp.ones((3, 8, 4))
       >>> cutjax.ragged_dot(x, w, jnp.array([2, 0, 3]))[:, 0]
@@ -129,7 +129,7 @@ def ragged_dot_general(
       NotImplementedError: with ``out_sharding``; with symbolic sizes where the backend is "cuda" or there is a
         ``group_offset``; and when compiled, as ``cutjax.grouped_gemm``.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> x, dy = jnp.ones((6, 8)), jnp.ones((6, 4))
       >>> contracted = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])

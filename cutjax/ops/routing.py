@@ -62,7 +62,7 @@ def route(
       TypeError: if the logits are no floating-point array, or k is no integer.
       ValueError: if k is not in 1 to the number of experts, the scoring is unknown, or the bias does not broadcast.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> routing = cutjax.route(jnp.array([[0.0, 2.0, 2.0], [5.0, 0.0, 0.0]]), k=2)
       >>> routing.indices.tolist(), routing.group_sizes.tolist()
@@ -133,7 +133,7 @@ def load_balance_loss(
     Raises:
       TypeError, ValueError: as ``cutjax.route`` does.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> float(cutjax.load_balance_loss(jnp.zeros((8, 4)), k=4))
       1.0
@@ -164,7 +164,7 @@ def router_z_loss(router_logits: ArrayLike) -> jax.Array:
       TypeError: if the logits are no floating-point array.
       ValueError: if they have no axis of tokens.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> round(float(cutjax.router_z_loss(jnp.zeros((8, 1)))), 3)
       0.0

@@ -64,7 +64,7 @@ def syrk(
       NotImplementedError: if the epilogue is no elementwise function, or not symmetric; and when compiled, if backend
         is "cuda" and no kernel serves the problem; lists every reason.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> a = jnp.arange(6.0).reshape(2, 3)
       >>> cutjax.syrk(a).tolist()

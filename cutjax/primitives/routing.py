@@ -43,7 +43,7 @@ class Routing(NamedTuple):
     Raises:
       TypeError, ValueError: by its methods, if what they are given is no array, or has other rows.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> routing = cutjax.route(jnp.array([[0.0, 1.0], [3.0, 2.0], [1.0, 5.0]]), k=1)
       >>> routing.group_sizes.tolist()

@@ -39,7 +39,7 @@ def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
     Raises:
       ValueError: if the name is none of these.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> with cutjax.use_backend("xla"):
       ...     cutjax.gemm(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
@@ -71,7 +71,7 @@ def use_partial_sums(dtype: str) -> contextlib.AbstractContextManager[None]:
     Raises:
       ValueError: if it is neither.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> with cutjax.use_partial_sums("float32"):
       ...     jax.jit(cutjax.gemm)(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
@@ -107,7 +107,7 @@ def use_highest(way: str) -> contextlib.AbstractContextManager[None]:
     Raises:
       ValueError: if it is none of these.
 
-    Example:
+    Examples:
       >>> import cutjax, jax, jax.numpy as jnp
       >>> with cutjax.use_highest("bf16x9"), jax.default_matmul_precision("highest"):
       ...     jax.jit(cutjax.gemm)(jnp.ones((2, 3)), jnp.ones((3, 4))).shape

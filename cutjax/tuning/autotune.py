@@ -64,7 +64,7 @@ def autotune(
       ValueError: if ``candidates`` is less than 1; when called, if the file has another version's format.
       RuntimeError: when called, if there is no NVIDIA GPU or no compiler.
 
-    Example:
+    Examples:
       >>> import cutjax, jax
       >>> step = jax.jit(jax.grad(lambda w, x: cutjax.gemm(x, w).sum()))
       >>> tune = cutjax.autotune(step, candidates=32)

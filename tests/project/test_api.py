@@ -97,7 +97,7 @@ def test_a_name_is_typed(name):
     assert re.search(rf"\b{name.rsplit('.', 1)[1]}\b", USER)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if "Example:" in (inspect.getdoc(public(name)) or "")])
+@pytest.mark.parametrize("name", [name for name in ALL if "Examples:" in (inspect.getdoc(public(name)) or "")])
 def test_example(name):
     (example,) = doctest.DocTestFinder(recurse=False).find(public(name), name)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

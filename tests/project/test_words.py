@@ -105,7 +105,7 @@ def test_public_names_are_documented(name):
     if name in FIELDS:
         assert "Attributes:" in text
     else:
-        expected = ["Returns:", "Example:", *(["Args:"] if inspect.signature(public).parameters else [])]
+        expected = ["Returns:", "Examples:", *(["Args:"] if inspect.signature(public).parameters else [])]
         assert not [section for section in expected if f"\n{section}" not in text]
     if name not in FIELDS:
         assert not [x for x in inspect.signature(public).parameters if not re.search(rf"\b{x}\b", text)]
@@ -114,7 +114,7 @@ def test_public_names_are_documented(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_are_documented(name):
     text = inspect.getdoc(getattr(cutjax.checkpoint_policies, name)) or ""
-    assert not [section for section in ("Args:", "Returns:", "Example:") if f"\n{section}" not in text]
+    assert not [section for section in ("Args:", "Returns:", "Examples:") if f"\n{section}" not in text]
 
 
 @functools.cache

@@ -63,7 +63,7 @@ class MLP(nn.Module):
       ValueError: when called, if the inputs are a scalar, or ``save`` or ``precision`` is unknown.
       flax.errors.ScopeParamShapeError: when applied, if the parameters are of inputs of another size.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.MLP(64, activation=jax.nn.relu)
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 16)))
@@ -118,7 +118,7 @@ class GatedMLP(MLP):
     Raises:
       TypeError, ValueError, flax.errors.ScopeParamShapeError: as of ``MLP``.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.GatedMLP(64)
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 16)))
@@ -170,7 +170,7 @@ class MoE(nn.Module):
         or the inputs have no axis of tokens.
       flax.errors.ScopeParamShapeError: when applied, if the parameters are of inputs of another size.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer, x = cutjax.flax.linen.MoE(32, num_experts=8, k=2), jnp.ones((2, 5, 16))
       >>> variables = layer.init(jax.random.key(0), x)

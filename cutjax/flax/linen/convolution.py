@@ -26,7 +26,7 @@ class Conv(nn.Conv):
         of another number of axes, or the mask's shape is not the kernel's.
       flax.errors.ScopeParamShapeError: when applied, if the parameters are of inputs of another size.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.Conv(16, (3, 3), strides=2, activation=jax.nn.silu)
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))
@@ -63,7 +63,7 @@ class ConvTranspose(nn.ConvTranspose):
     Raises:
       TypeError, ValueError, flax.errors.ScopeParamShapeError: as of ``Conv``.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.ConvTranspose(16, (2, 2), (2, 2), activation=jax.nn.relu)
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))

@@ -24,7 +24,7 @@ class Head(Dense):
       ValueError: if there is an activation; when called, if labels are not one for each row.
       flax.errors.ScopeParamShapeError: as of ``Dense``.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> head, x = cutjax.flax.linen.Head(32, use_bias=False), jnp.ones((2, 8, 16))
       >>> loss, variables = head.init_with_output(jax.random.key(0), x, jnp.zeros((2, 8), jnp.int32), z_loss=1e-4)

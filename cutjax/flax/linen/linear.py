@@ -39,7 +39,7 @@ class Dense(nn.Dense):
       ValueError: when called, if the inputs are a scalar.
       flax.errors.ScopeParamShapeError: when applied, if the parameters are of inputs of another size.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.Dense(32, activation=jax.nn.gelu)
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 16)))
@@ -68,7 +68,7 @@ class DenseGeneral(nn.DenseGeneral):
       TypeError, flax.errors.ScopeParamShapeError: as of ``Dense``.
       ValueError: when called, if the inputs have no such axis, or ``batch_dims`` are not the first ones.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.DenseGeneral((4, 8), axis=(-2, -1))
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 3, 16)))
@@ -121,7 +121,7 @@ class Einsum(nn.Einsum):
       ValueError: when called, if there is no equation, one without "->", or of another number of operands than two, or
         if sizes differ.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.Einsum((16, 4, 8), "btd,dhk->bthk", activation=jax.nn.relu)
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 16)))

@@ -55,7 +55,7 @@ class MLP(nnx.Module):
       ValueError: when called, if the last axis of the inputs is not in_features, or ``save`` or ``precision`` is
         unknown.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = cutjax.flax.nnx.MLP(16, 64, activation=jax.nn.relu, rngs=nnx.Rngs(0))
@@ -128,7 +128,7 @@ class GatedMLP(MLP):
     Raises:
       TypeError, ValueError: as of ``MLP``.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = cutjax.flax.nnx.GatedMLP(16, 64, rngs=nnx.Rngs(0))
@@ -154,7 +154,7 @@ class GatedMLP(MLP):
 class SelectionBias(nnx.Variable):
     """The bias of ``MoE`` that chooses experts and does not weigh them: a state, not a parameter.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx
       >>> from flax import nnx
       >>> layer = cutjax.flax.nnx.MoE(16, 32, num_experts=4, use_selection_bias=True, rngs=nnx.Rngs(0))
@@ -206,7 +206,7 @@ class MoE(nnx.Module):
       ValueError: if the numbers of experts, of groups and k contradict each other, or the scoring is unknown; when
         called, if the last axis of the inputs is not in_features, or they have no axis of tokens.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = cutjax.flax.nnx.MoE(16, 32, num_experts=8, k=2, rngs=nnx.Rngs(0))

@@ -26,7 +26,7 @@ class Conv(nnx.Conv):
       ValueError: if the channels do not divide into groups; when called, if the inputs have other channels or too few
         axes, the padding is of another number of axes, or the mask's shape is not the kernel's.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = cutjax.flax.nnx.Conv(3, 16, (3, 3), strides=2, activation=jax.nn.silu, rngs=nnx.Rngs(0))
@@ -60,7 +60,7 @@ class ConvTranspose(nnx.ConvTranspose):
     Raises:
       TypeError, ValueError: as of ``Conv``.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = cutjax.flax.nnx.ConvTranspose(3, 16, (2, 2), (2, 2), activation=jax.nn.relu, rngs=nnx.Rngs(0))

@@ -22,7 +22,7 @@ class Head(Linear):
       ValueError: if there is an activation; when called, if the last axis of the inputs is not in_features, or labels
         are not one for each row.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx, jax.numpy as jnp
       >>> from flax import nnx
       >>> head = cutjax.flax.nnx.Head(16, 32, use_bias=False, rngs=nnx.Rngs(0))

@@ -33,7 +33,7 @@ class Linear(nnx.Linear):
       TypeError: if there is no such argument, with a list of those there are, or the activation is no function.
       ValueError: when called, if the last axis of the inputs is not in_features.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = cutjax.flax.nnx.Linear(16, 32, activation=jax.nn.gelu, rngs=nnx.Rngs(0))
@@ -76,7 +76,7 @@ class LinearGeneral(nnx.LinearGeneral):
       TypeError: as of ``Linear``.
       ValueError: when called, if the inputs have no such axis, or one of another size than the kernel's.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx, jax.numpy as jnp
       >>> from flax import nnx
       >>> heads = cutjax.flax.nnx.LinearGeneral(16, (4, 8), rngs=nnx.Rngs(0))
@@ -125,7 +125,7 @@ class Einsum(nnx.Einsum):
       ValueError: when called, if the equation is one without "->", or of another number of operands than two, or if
         sizes differ.
 
-    Example:
+    Examples:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = cutjax.flax.nnx.Einsum("btd,dhk->bthk", (16, 4, 8), (4, 8), activation=jax.nn.relu, rngs=nnx.Rngs(0))

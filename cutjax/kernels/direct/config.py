@@ -25,7 +25,7 @@ class Config:
     Raises:
       ValueError: a field is outside its range; lists every reason.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> x, w = jnp.ones((1, 16, 16, 64), jnp.bfloat16), jnp.ones((3, 3, 1, 64), jnp.bfloat16)
       >>> config = cutjax.DirectConfig(pairs=1, strip=8)

@@ -29,7 +29,7 @@ class Config:
     Raises:
       ValueError: a field is outside its range; lists every reason.
 
-    Example:
+    Examples:
       >>> import cutjax, jax.numpy as jnp
       >>> x, w = jnp.ones((1, 64, 64, 16), jnp.bfloat16), jnp.ones((3, 3, 16, 32), jnp.bfloat16)
       >>> cutjax.conv(x, w, config=cutjax.HaloConfig(bn=32, stages=6)).shape

@@ -44,7 +44,7 @@ class Config:
     Raises:
       ValueError: a field is outside its range; lists every reason.
 
-    Example:
+    Examples:
       >>> import cutjax
       >>> config = cutjax.MmaConfig(bm=64, bn=64, wm=32, stages=3)  # of cutjax.gemm(a, b, config=config)
       >>> config.name(cutjax.Problem.of(4096, 4096, 4096, arch="sm_80"))

@@ -200,7 +200,7 @@ class Config(Sizes):
     Raises:
       ValueError: a field is outside its range, or the accumulators do not fit the registers; lists every reason.
 
-    Example:
+    Examples:
       >>> import cutjax
       >>> config = cutjax.Config(bm=128, bn=128, schedule="pingpong")  # of cutjax.gemm(a, b, config=config)
       >>> config.name(cutjax.Problem(4096, 4096, 4096))
