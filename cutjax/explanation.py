@@ -150,7 +150,13 @@ def explain(
 
     Returns:
       A function of ``fn``'s arguments (arrays, or ``jax.ShapeDtypeStruct``; as keywords also what is static, such as
-      ``layout="nt"``) that returns an ``Explanation``: ``.rows`` holds the facts, and printing it gives a table.
+      ``layout="nt"``) that returns an explanation, which printed is a table. ``.platform``, ``.arch`` and
+      ``.device`` say what it is for, and ``.fusion`` holds a line for each product that ``cutjax.fuse`` found.
+      ``.rows`` has one for each distinct product: what ``runs`` there, a kernel's name, "XLA", or "error" where
+      ``backend="cuda"`` finds none, and ``why``, in words; the ``kernel`` that would on CUDA; the ``choice``, with its
+      ``problem``, ``config``, predicted ``time_us`` in microseconds and share of the ``roofline``; the ``count`` in one
+      call (of one iteration or of every branch where ``exact`` is False); the ``backend`` that was asked for; and of a
+      product with an ``epilogue`` this, its ``operands``, its ``outputs`` and what a derivative ``saves``.
 
     Raises:
       ValueError: if the architecture or the device is unknown, or if they differ.

@@ -20,6 +20,7 @@ import what_runs_where  # noqa: E402
 from benchmarks import report, tables  # noqa: E402
 
 MARK = "<!-- results -->"
+DOCUMENTED = re.compile(r"^::: ([\w.]+)\.\w+\n(?: +\S.*\n)*", re.MULTILINE)  # by mkdocstrings
 PICTURE = re.compile(r"!\[([^]]+)\]\(pictures/(\w+)\.svg\)")
 TITLES = {  # of runs, by the first word of their files' names
     "attention": "Products of attention",
@@ -57,7 +58,14 @@ def on_page_markdown(markdown, page, config, files):
     for mark, made in tables_of.items():
         if mark in markdown:
             markdown = markdown.replace(mark, made())
-    return PICTURE.sub(_picture, markdown)
+    return PICTURE.sub(_picture, DOCUMENTED.sub(_with_source, markdown))
+
+
+def _with_source(found: re.Match[str]) -> str:
+    """Returns what mkdocstrings documents, and after it the file that defines it."""
+    file = found[1].replace(".", "/") + ".py"
+    assert (ROOT / file).is_file(), f"{found[0]} is to name the module of its source"
+    return f"{found[0]}\nSource: `{file}`\n"
 
 
 def _picture(found: re.Match[str]) -> str:

@@ -57,8 +57,14 @@ def autotune(
       progress: whether to show progress on stderr, where that is a terminal.
 
     Returns:
-      A function of ``fn``'s arguments (arrays, or ``jax.ShapeDtypeStruct``) that returns a report: ``.rows`` holds each
-      problem's times, printing it gives a table, ``.plot()`` a picture.
+      A function of ``fn``'s arguments (arrays, or ``jax.ShapeDtypeStruct``) that returns a report. Printing it gives a
+      table, ``.plot()`` a picture by matplotlib. Times are in microseconds: ``.before_us`` and ``.after_us`` those of
+      all products in one call. ``.rows`` has one for each distinct problem: the ``problem``, the ``count`` in one call
+      (of one iteration or of every branch where ``exact`` is False), ``before`` and ``after``, a kernel's name or
+      "XLA", with ``before_us``, ``after_us`` and ``xla_us``, None where it failed or was not measured, ``roofline``,
+      the share of the device's that is reached, the ``config`` that runs from now on, None where XLA does, the number
+      ``tried``, and those ``dropped``, as pairs of a name and why. ``.skipped`` are products that were not measured,
+      each with ``problem``, ``why`` and ``count``; ``.device`` is the GPU, and ``.path`` the file.
 
     Raises:
       ValueError: if ``candidates`` is less than 1; when called, if the file has another version's format.
