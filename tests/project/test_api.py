@@ -1,4 +1,4 @@
-"""The public names: each in one group of docs/api.md, typed, its signature as it was, its example run."""
+"""The public names and their methods: in one group of docs/api.md, typed, signatures as they were, examples run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ USER = (HERE.parents[1] / "typing" / "user.py").read_text()
 GROUPS = ("Operations", "Drop-ins", "Transforms", "Layers", "Control")
 MODULES = {"cutjax.formats": ("gptq", "awq", "mxfp4", "deepseek_fp8")}
 MODULES |= {"cutjax.checkpoint_policies": ("dots_saveable", "dots_with_no_batch_dims_saveable")}
+# What raises nothing, whatever it is given.
+SILENT = {f"cutjax.checkpoint_policies.{name}" for name in MODULES["cutjax.checkpoint_policies"]}
+SILENT |= {"cutjax.flax.nnx.SelectionBias"}
 
 
 def names() -> Iterator[str]:
@@ -49,13 +52,35 @@ def public(name: str) -> Any:
 
 PUBLIC = list(names())
 ALL = [*PUBLIC, *of_flax()]
+# What the page documents: the path of each, its public name, and the members of a class that are public with it.
+ENTRIES = {
+    name: (path, members.split(", ") if members else [])
+    for path, name, members in re.findall(
+        r"^::: (\S+)\n    options:\n      heading: (\S+)\n(?:      heading_level: 4\n)?(?:      members: \[(.*)\]\n)?",
+        API,
+        re.MULTILINE,
+    )
+}
+MEMBERS = [f"{name}.{member}" for name in ALL for member in ENTRIES.get(name, ("", []))[1]]
+SIGNED = sorted([*ALL, *MEMBERS], key=lambda name: (name.startswith("cutjax.flax."), name))
 
 
 def signature(name: str) -> str:
-    """A line: the name, its arguments with their types and simple defaults, and the result's type."""
-    called = inspect.signature(public(name))
+    """A line: the name, its arguments with their types and simple defaults, and the result's type.
+
+    Of layers, Flax's own arguments are left out: they are those of the Flax that is installed.
+    """
+    found, theirs = public(name), []
+    if isinstance(found, property):
+        return f"{name} -> {_type(inspect.signature(found.fget).return_annotation)}"
+    if isinstance(found, type) and name.startswith("cutjax.flax."):
+        base = next(base for base in found.__mro__ if base.__module__.startswith("flax."))
+        theirs = [] if base.__name__ == "Module" else list(inspect.signature(base.__init__).parameters)
+        found = found.__init__
+    called = inspect.signature(found)
+    given = [_parameter(x) for x in called.parameters.values() if x.name not in ("self", "parent", "name", *theirs)]
     result = "" if called.return_annotation is called.empty else f" -> {_type(called.return_annotation)}"
-    return f"{name}({', '.join(map(_parameter, called.parameters.values()))}){result}"
+    return f"{name}({', '.join([*(['...'] if theirs else []), *given])}){result}"
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
@@ -73,11 +98,22 @@ def _type(annotation: Any) -> str:
 
 
 def test_signatures():
-    """Of all but layers of Flax, whose arguments are Flax's."""
-    assert SIGNATURES.read_text().splitlines() == list(map(signature, PUBLIC)), (
+    """Those of layers of Flax where it is installed."""
+    flax = ALL != PUBLIC
+    recorded = [line for line in SIGNATURES.read_text().splitlines() if flax or not line.startswith("cutjax.flax.")]
+    assert recorded == list(map(signature, SIGNED)), (
         "a public signature has changed: news for CHANGELOG.md, and what goes away is deprecated first; "
         "then: python tests/project/test_api.py"
     )
+
+
+def test_the_page_documents_what_is_public():
+    """And nothing else, each by the module that defines it, which is the source that the page names."""
+    assert len(ENTRIES) == API.count("\n::: ")
+    assert sorted(x for x in ENTRIES if x in ALL or not x.startswith("cutjax.flax.")) == sorted(ALL)
+    for name in ALL:
+        path, _ = ENTRIES[name]
+        assert (public(name).__module__, public(name).__name__) == tuple(path.rsplit(".", 1)), name
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -97,8 +133,19 @@ def test_a_name_is_typed(name):
     assert re.search(rf"\b{name.rsplit('.', 1)[1]}\b", USER)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if "Examples:" in (inspect.getdoc(public(name)) or "")])
+def test_members_are_typed():
+    assert not [name for name in MEMBERS if re.search(r"\w+: <class 'inspect._empty'>", signature(name))]
+
+
+@pytest.mark.parametrize("name", sorted({*ALL} - SILENT))
+def test_errors_are_documented(name):
+    assert "\nRaises:\n" in inspect.getdoc(public(name))
+
+
+@pytest.mark.parametrize("name", [*ALL, *(name for name in MEMBERS if "Examples:" in inspect.getdoc(public(name)))])
 def test_example(name):
+    """Each public name has an example, and it runs; its section is one that the page shows as code."""
+    assert "\nExamples:\n" in inspect.getdoc(public(name))
     (example,) = doctest.DocTestFinder(recurse=False).find(public(name), name)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     assert runner.run(example).failed == 0
@@ -106,4 +153,4 @@ def test_example(name):
 
 
 if __name__ == "__main__":
-    SIGNATURES.write_text("".join(f"{signature(name)}\n" for name in PUBLIC))
+    SIGNATURES.write_text("".join(f"{signature(name)}\n" for name in SIGNED))
