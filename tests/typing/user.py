@@ -10,8 +10,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import cutjax
+import cutjax.flax.linen
+import cutjax.flax.nnx
 
 P = jax.P
 Array = jax.Array
@@ -103,6 +106,17 @@ def layers(x: Array, w: Array, labels: Array) -> Array:
     y, state = cutjax.causal_conv1d_update(y[..., 0, :], y, w)
     loss: Array = cutjax.linear_cross_entropy(x, w, labels, label_smoothing=0.1, reduction="mean")
     return loss + cutjax.router_z_loss(state)
+
+
+def layers_of_flax(x: Array, labels: Array) -> Array:
+    rngs = nnx.Rngs(0)
+    dense = cutjax.flax.nnx.Linear(16, 32, activation=jax.nn.gelu, rngs=rngs)
+    mlp = cutjax.flax.nnx.MLP(32, 64, activation=jax.nn.relu, use_bias=False, rngs=rngs)
+    head = cutjax.flax.nnx.Head(32, 1000, use_bias=False, dot_general=cutjax.dot_general, rngs=rngs)
+    loss: Array = head(mlp(dense(x)), labels, z_loss=1e-4)
+    block = cutjax.flax.linen.GatedMLP(64, activation=jax.nn.silu, dtype=jnp.bfloat16)
+    experts = cutjax.flax.linen.MoE(64, num_experts=8, k=2)
+    return loss + block(x) + experts(x)
 
 
 def checkpoints(qweight: Array, scales: Array, zeros: Array) -> list[cutjax.Quantized]:
