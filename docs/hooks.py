@@ -21,6 +21,7 @@ from benchmarks import report, tables  # noqa: E402
 
 MARK = "<!-- results -->"
 DOCUMENTED = re.compile(r"^::: ([\w.]+)\.\w+\n(?: +\S.*\n)*", re.MULTILINE)  # by mkdocstrings
+RENAMED = re.compile(r"(cutjax\.(\w+Config)\s.*?doc-signature.*?>)Config(?=<)", re.DOTALL)  # up to the class's own name
 PICTURE = re.compile(r"!\[([^]]+)\]\(pictures/(\w+)\.svg\)")
 TITLES = {  # of runs, by the first word of their files' names
     "attention": "Products of attention",
@@ -59,6 +60,10 @@ def on_page_markdown(markdown, page, config, files):
         if mark in markdown:
             markdown = markdown.replace(mark, made())
     return PICTURE.sub(_picture, DOCUMENTED.sub(_with_source, markdown))
+
+
+def on_page_content(html, page, config, files):
+    return RENAMED.sub(r"\1\2", html)  # the signature by the public name
 
 
 def _with_source(found: re.Match[str]) -> str:
