@@ -30,6 +30,7 @@ BODIES = {
     "custom_vjp_call": ("call_jaxpr",),
     "custom_vjp_call_jaxpr": ("fun_jaxpr",),
     "custom_vmap_call": ("call",),
+    "remat_opt": ("fwd_jaxpr",),  # of a custom_vjp with optimize_remat
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),

@@ -219,3 +219,27 @@ def test_functions_with_a_rule_for_vmap():
     assert "cutjax_gemm" in str(jax.make_jaxpr(fused)(x, w))
     close(fused(x, w), layer(x, w), ROUNDING)
     close(jax.vmap(fused, (0, None))(x[None], w), 2 * layer(x, w)[None], ROUNDING)
+
+
+@pytest.mark.parametrize(("around", "fused"), [(lambda fn: fn, "1 of 3"), (jax.checkpoint, "2 of 4")])
+def test_forward_rules_with_optimize_remat(around, fused):
+    """Their products are in an equation that jax.checkpoint may leave out for the function itself."""
+
+    @jax.custom_vjp
+    def layer(x, w):
+        return jax.nn.relu(x @ w)
+
+    def forward(x, w):
+        y = jax.nn.relu(x @ w)
+        return y, (x, w, y)
+
+    def backward(kept, g):
+        x, w, y = kept
+        g = jnp.where(y > 0, g, 0)
+        return g @ w.T, x.T @ g
+
+    layer.defvjp(forward, backward, optimize_remat=True)
+    gradient = jax.grad(lambda x, w: around(layer)(x, w).sum(dtype=jnp.float32), (0, 1))
+    x, w = scaled(5, (64, 32), BF16), scaled(6, (32, 128), BF16)
+    assert f"{fused} products fused" in str(cutjax.explain(always(gradient))(x, w))
+    close(always(gradient)(x, w), gradient(x, w), ROUNDING)
