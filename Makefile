@@ -48,7 +48,7 @@ test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 upstream: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet flax absl-py tokamax qwix
+	$(BIN)/python -m pip install --quiet flax absl-py
 	PYTHON=$(abspath $(BIN))/python tests/upstream/run.sh $(UPSTREAM)
 
 lint: $(VENV)/.installed-dev

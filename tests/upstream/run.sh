@@ -63,7 +63,4 @@ run "$folder/qwix" tests/_src/core/dot_general*.py tests/_src/core/einsum*.py te
     -k "not benchmark and not outer_product and not implementation and not verify_jaxpr and not fq_int8_nhwc \
 and not fq_fp8_bwd_nhwc and not fq_int4 and not fq_int8_fwd and not (ConvGeneralTest and numerics) \
 and not (test_einsum_lhs_asymmetric and not subchannel)"
-# Programs of this package's documents that need packages which its own tests do not.
-JAX_PLATFORMS=cpu PYTHONPATH="$here/..:$here/../..${PYTHONPATH:+:$PYTHONPATH}" \
-    "$python" -m pytest -q -p no:cacheprovider -W default --rootdir "$here/../.." "$here/others.py" || failed=1
 exit "$failed"
