@@ -37,7 +37,10 @@ class Program(NamedTuple):
 
 
 class Patched:
-    """The functions that were jitted in a block of ``cutjax.patch``; ``print`` lists their programs."""
+    """The functions that were jitted in a block of ``cutjax.patch``; ``print`` lists their programs.
+
+    Where there is none with a product, it says so, and that functions which were jitted before are unaffected.
+    """
 
     def __init__(self) -> None:
         self._of_functions: list[list[Program]] = []
@@ -54,7 +57,12 @@ class Patched:
 
     def __str__(self) -> str:
         lines = [f"  {name}: {kernels} of {products} products" for name, products, kernels in self.programs]
-        return "\n".join(["cutjax.patch: kernels for", *lines]) if lines else "cutjax.patch: no jitted product was seen"
+        if lines:
+            return "\n".join(["cutjax.patch: kernels for", *lines])
+        return (
+            "cutjax.patch: no product was seen in a function that was jitted in the block\n"
+            "  functions that were jitted before the block are unaffected: jit them in it, or import there what does"
+        )
 
 
 class _Blocks(threading.local):

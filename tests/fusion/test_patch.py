@@ -93,6 +93,25 @@ def test_undone():
     assert str(inner).splitlines()[1:] == ["  layer: 1 of 1 products"]
 
 
+UNSEEN = (
+    "cutjax.patch: no product was seen in a function that was jitted in the block\n"
+    "  functions that were jitted before the block are unaffected: jit them in it, or import there what does"
+)
+
+
+def test_says_that_what_was_jitted_before_is_unaffected():
+    before = jax.jit(lambda x, w: layer(x, w))
+    with cutjax.patch() as patched:
+        before(X, W)
+        assert str(patched) == UNSEEN
+        inside, sums = jax.jit(lambda x, w: before(x, w)), jax.jit(lambda x: x.sum())
+        sums(X)
+    assert str(patched) == UNSEEN
+    inside(X, W)  # what is in it counts, whenever that was jitted, and whenever it is called
+    assert str(patched) == "cutjax.patch: kernels for\n  <lambda>: 1 of 1 products"
+    assert not has_kernel(before, X, W)
+
+
 def test_what_others_put_around_stays(monkeypatch):
     original = jax.jit
     monkeypatch.setattr(jax, "jit", original)  # restored at the end, whatever comes
@@ -123,6 +142,42 @@ def test_other_threads_are_left_alone():
     done.set()
     thread.join(60)
     assert found == [False, True]
+    assert jax.jit is original
+
+
+@pytest.mark.versions
+def test_threads_that_patch_at_once():
+    """Each has its own blocks, in blocks and by exceptions too, whichever ends first; jax.jit comes back at the end."""
+    original, turn, found = jax.jit, threading.Barrier(2, timeout=60), {}
+
+    def work(name, first):
+        with contextlib.suppress(ZeroDivisionError), cutjax.patch() as outer:
+            turn.wait()  # both are in a block
+            with contextlib.suppress(KeyError), cutjax.patch() as inner:
+                deep = jax.jit(functools.partial(layer))
+                turn.wait()  # both are in two
+                if first:
+                    raise KeyError
+            turn.wait()  # one is in its outer block by an exception, both have one left
+            shallow = jax.jit(functools.partial(layer))
+            if first:
+                raise ZeroDivisionError
+            turn.wait()  # the first is in none, and this one still is
+            late = jax.jit(functools.partial(layer))
+        if first:
+            plain = jax.jit(functools.partial(layer))
+            turn.wait()
+        fused = [deep, shallow] if first else [deep, shallow, late]
+        found[name] = [has_kernel(fn, X, W) for fn in fused], [len(x.programs) for x in (outer, inner)]
+        if first:
+            found["plain"] = has_kernel(plain, X, W)
+
+    threads = [threading.Thread(target=work, args=(name, name == "a")) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {"a": ([True] * 2, [2, 1]), "b": ([True] * 3, [3, 1]), "plain": False}
     assert jax.jit is original
 
 
@@ -282,4 +337,4 @@ def test_command_line(tmp_path):
     command = [sys.executable, "-m", "cutjax", "run", "program.py", "--x"]
     found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert found.stdout == f"{tmp_path} ['program.py', '--x']\n"
-    assert found.stderr == "cutjax.patch: no jitted product was seen\n"
+    assert found.stderr == UNSEEN + "\n"
