@@ -283,6 +283,21 @@ def test_static_arguments_are_what_they_are(value):
     assert all(x is value for x in seen)
 
 
+@pytest.mark.versions
+def test_scaled_matmul_stays_as_it_is():
+    """No kernel multiplies by its scales; beside it products are ours."""
+    values, scales = jnp.ones((1, 128, 128), jnp.float8_e4m3fn), jnp.ones((1, 128, 4), jnp.float8_e8m0fnu)
+    with cutjax.patch() as patched:
+        fn = jax.jit(lambda x, w: jax.nn.scaled_matmul(values, values, scales, scales) + layer(x, w)[:128, :128])
+    with jax.numpy_dtype_promotion("standard"):
+        text = str(jax.make_jaxpr(fn)(X, W))
+    assert "scaled_matmul" in text
+    assert "cutjax_gemm" in text
+    assert [program.products for program in patched.programs] == [1]
+    operands = [cutjax.Quantized(values, scales)] * 2
+    close(cutjax.gemm(*operands, layout="nt", out_dtype=jnp.float32), jnp.full((1, 128, 128), 128.0), 0)
+
+
 def test_errors_are_those_of_jax():
     with cutjax.patch():
         with pytest.raises(TypeError, match="callable"):
