@@ -15,6 +15,7 @@ CALLS = {
     "pjit": "jaxpr",
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # of jax 0.12, in its place
     "core_call": "call_jaxpr",
     "composite": "jaxpr",
     "checkpoint": "jaxpr",

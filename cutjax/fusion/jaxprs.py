@@ -23,6 +23,7 @@ BODIES = {
     "jit": ("jaxpr",),
     "pjit": ("jaxpr",),
     "closed_call": ("call_jaxpr",),
+    "eval_jaxpr": ("call_jaxpr",),  # of jax 0.12, in its place
     "core_call": ("call_jaxpr",),
     "checkpoint": ("jaxpr",),
     "remat2": ("jaxpr",),
@@ -36,6 +37,8 @@ BODIES = {
     "cond": ("branches",),
     "shard_map": ("jaxpr",),
 }
+# Metadata of which XLA for GPUs makes nothing: tokamax's names of its operations, and tiles for TPUs, as in MaxText.
+_LABELS = frozenset(["xla_metadata_payload", "ragged_dot_tiling"])
 # Of what XLA computes nothing.
 MOVES = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "name", "stop_gradient"])
 # What XLA computes in one pass with what reads or makes it.
@@ -126,7 +129,7 @@ def _pointwise_inside(eqn: Any) -> bool:
 
 def is_marked(eqn: Any) -> bool:
     """True if an equation is to run on another kind of processor, or bears what XLA is told of it."""
-    return bool(eqn.ctx.compute_type or eqn.ctx.xla_metadata)
+    return bool(eqn.ctx.compute_type or not _LABELS.issuperset(eqn.ctx.xla_metadata or ()))
 
 
 def in_one_pass(eqn: Any) -> bool:

@@ -226,6 +226,16 @@ def test_metadata_stays():
     assert metadata == [{"key": "value"}] * 2
 
 
+@pytest.mark.parametrize("key", ["xla_metadata_payload", "ragged_dot_tiling"])
+def test_metadata_that_is_nothing_to_xla_is_no_hindrance(key):
+    def fn(x, w):
+        with set_xla_metadata(**{key: "value"}):
+            return jnp.tanh(jnp.sin(x @ w))
+
+    (report,) = cutjax.explain(always(fn))(*arguments()[:2]).fusion
+    assert "tanh(sin(" in report.epilogue
+
+
 def test_scopes():
     """Of an equation that stays, of a kernel that of its product; through jitted functions that are opened."""
 

@@ -12,9 +12,8 @@ from cutjax.epilogue.jaxpr import IDENTITIES, UNIT_MOVES, any_equation, bind_equ
 from cutjax.fusion.contraction import is_product
 from cutjax.fusion.jaxprs import Graph, is_literal, is_marked, new_var, renamed
 
-_OPENED = frozenset(
-    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"]
-)
+_OPENED = frozenset(["jit", "pjit", "closed_call", "eval_jaxpr", "core_call"])
+_OPENED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _FOLDED = OPS | {"broadcast_in_dim", *UNIT_MOVES}
 _MOST_FOLDED = 16  # elements of an array that is known while a program is traced
 
