@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from cutjax.epilogue.expression import Epilogue
 from cutjax.primitives.accumulators import converted
@@ -63,6 +65,20 @@ class Folded(NamedTuple):
     factors: Factors
     operands: list[jax.Array]
     unfold: Callable[[jax.Array], jax.Array]
+
+
+def summed_tangents(
+    multiply: Callable[..., list[jax.Array]], by_a: Any, by_bs: Any, bs: Sequence[Any], b_dots: Sequence[Any]
+) -> list[jax.Array | None]:
+    """Returns tangents of products of a and each b, told the product, and its a, that each kind of them is."""
+    (of_a, a_dot), (of_b, a) = by_a, by_bs
+    moving = [i for i, dot in enumerate(b_dots) if dot is not None]
+    of_a = [] if a_dot is None else enumerate(multiply(of_a, a_dot, bs))
+    of_bs = zip(moving, multiply(of_b, a, [b_dots[i] for i in moving]) if moving else (), strict=True)
+    terms: list[list[jax.Array]] = [[] for _ in bs]
+    for i, d in (*of_a, *of_bs):
+        terms[i].append(d)
+    return [functools.reduce(lax.add, of) if of else None for of in terms]
 
 
 def batch_axes(a: Any, b: Any, own: int = 2) -> tuple[int, ...]:

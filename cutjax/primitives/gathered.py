@@ -19,7 +19,7 @@ from cutjax.dot_precision import Canonical
 from cutjax.kernels import operand
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
-from cutjax.primitives.factors import Factors
+from cutjax.primitives.factors import Factors, summed_tangents
 from cutjax.primitives.product import Arithmetic, Product
 from cutjax.primitives.product_rules import define_product
 from cutjax.primitives.routing import dispatched
@@ -116,7 +116,7 @@ class Gathered(Wrapped):
     ) -> list[jax.Array | None]:
         a_dot = None if dots.a is None else self._copied(dots.a, factors.context)
         of, rows = (self, factors) if self._gathers_back else self.unmade(factors)
-        return self._tangents(multiply, (self.product, a_dot), (of, rows.a), factors.bs, dots.bs)
+        return summed_tangents(multiply, (self.product, a_dot), (of, rows.a), factors.bs, dots.bs)
 
     @property
     def _gathers_back(self) -> bool:

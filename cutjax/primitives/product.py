@@ -8,13 +8,11 @@ The epilogue is always there: that of a plain product is the identity, which is 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend import core
 
 from cutjax.binding.partition import mark_of
@@ -26,7 +24,7 @@ from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import accumulator, widened, with_cotangent
-from cutjax.primitives.factors import Factors
+from cutjax.primitives.factors import Factors, summed_tangents
 from cutjax.primitives.factors import Folded as Folded
 from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.tracing import abstract_accumulator, trace_with_dtype, with_result_dtype
@@ -130,21 +128,7 @@ class Product:
 
         ``multiply`` is ``(product, a, bs, *scales) -> ds``, with the context of this one.
         """
-        return self._tangents(multiply, (self, dots.a), (self, factors.a), factors.bs, dots.bs)
-
-    @staticmethod
-    def _tangents(
-        multiply: Callable[..., list[jax.Array]], by_a: Any, by_bs: Any, bs: Sequence[Any], b_dots: Sequence[Any]
-    ) -> list[jax.Array | None]:
-        """Returns tangents of products of a and each b, told the product, and its a, that each kind of them is."""
-        (of_a, a_dot), (of_b, a) = by_a, by_bs
-        moving = [i for i, dot in enumerate(b_dots) if dot is not None]
-        of_a = [] if a_dot is None else enumerate(multiply(of_a, a_dot, bs))
-        of_bs = zip(moving, multiply(of_b, a, [b_dots[i] for i in moving]) if moving else (), strict=True)
-        terms: list[list[jax.Array]] = [[] for _ in bs]
-        for i, d in (*of_a, *of_bs):
-            terms[i].append(d)
-        return [functools.reduce(lax.add, of) if of else None for of in terms]
+        return summed_tangents(multiply, (self, dots.a), (self, factors.a), factors.bs, dots.bs)
 
     def sum_of(self, count: int) -> Product | None:
         """Returns the sum of so many products like it, of which several b may be multiplied as one; None of none."""

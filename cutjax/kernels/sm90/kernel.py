@@ -5,25 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from cutjax.dtypes import short
-from cutjax.kernels import base, sums
+from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
-from cutjax.kernels.columns import Taken, maximum, minimum, some, where
+from cutjax.kernels.columns import Taken, maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import cost, decode, dense_cost, operands, prologue, text, windows
+from cutjax.kernels.sm90 import cost, decode, dense_cost, operands, prologue, reasons, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import Config, Configs, Sizes, Some
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.phases import Phases, parts
-from cutjax.kernels.sm90.resolved import Resolved, cluster_tile
+from cutjax.kernels.sm90.resolved import Resolved
 
 
 class Kernel(Resolved, base.Kernel):
@@ -136,7 +136,7 @@ def _resolve(
     if windows.in_parts(problem, config.splits):
         problem, facts = problem.bare, facts.bare
     tile = footprint(facts, config)
-    found += [why() for refused, why in _checks(problem, facts, config, tile, of) if refused]
+    found += [why() for refused, why in reasons.checks(problem, facts, config, tile, of) if refused]
     return tuple(found) if found else Kernel(**_fields(problem, facts, config, tile, of, weights, asked))
 
 
@@ -151,7 +151,7 @@ def prices(
     found, kernels, fixed = [], [], []
     for shipped in sides:
         facts, whole, own = facts_of(problem, shipped.swap, of is not None), shipped.splits == 1, []
-        small = _is_small(facts, of)
+        small = reasons.is_small(facts, of)
         for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
             rows = np.flatnonzero(whole != divided)
             if problem.a.dtype == operands.C64:
@@ -163,13 +163,13 @@ def prices(
             limits = _limits(kind_of(problem), of, shipped.table, bare)
             rows = rows[~limits.refused[shipped.at[rows]]]
             if not small:
-                rows = rows[~shared.pass_32_bits(_counters(of_given, shipped.take(rows), of))]
+                rows = rows[~shared.pass_32_bits(reasons.counters(of_given, shipped.take(rows), of))]
             if len(rows):
                 config = shipped.take(rows)
                 alike = {"problem": given, "asked": asked, "multiplied": of_given.problem, "phases": of}
                 alike |= {"config": config, "sums": Taken(limits.record.sums, config.at)}
                 alike["prepared"] = *weights, *of_given.prepared
-                kernels.append(_Some(limits.record, config.at, **alike, **_sized(of_given, config, of)))
+                kernels.append(_Some(limits.record, config.at, **alike, **reasons.sized(of_given, config, of)))
                 fixed.append(limits.fixed and limits.fixed.take(config.at))
                 own.append(rows)
         found.append(np.concatenate(own) if own else np.empty(0, int))
@@ -198,140 +198,10 @@ def _limits(kind: Problem, of: Phases | None, configs: Configs, bare: bool) -> _
     facts = facts_of(kind, configs.swap, of is not None)
     kind, facts = (kind.bare, facts.bare) if bare else (kind, facts)
     tile = footprint(facts, configs)
-    refused = functools.reduce(operator.or_, (found for found, _ in _checks(kind, facts, configs, tile, of)))
+    refused = functools.reduce(operator.or_, (found for found, _ in reasons.checks(kind, facts, configs, tile, of)))
     record = Resolved(**_fields(kind, facts, configs, tile, of, (), kind))
     fixed = dense_cost.Fixed.of(record, kind.device) if cost.is_dense(record) else None
     return _Limits(record, np.broadcast_to(refused, len(configs)), fixed)
-
-
-def _is_small(facts: Facts, of: Phases | None) -> bool:
-    """True of a problem so small that no config's counters are near to what 32 bits hold."""
-    most = _counters(facts, _MOST_COUNTED, of)
-    return facts.problem.k < 1 << 24 and max(most.values()) < 1 << 29
-
-
-_MOST_COUNTED = Config(bm=64, bn=8, cluster_k=8, splits=128)
-
-
-def _checks(
-    asked: Problem, facts: Facts, config: Sizes, tile: Footprint, of: Phases | None
-) -> Iterator[tuple[Any, Callable[[], str]]]:
-    """Yields truth values, or columns of them, of why a config cannot serve the problem, each with its reason."""
-    problem = facts.problem
-    products = problem.products
-    columns = config.bn * problem.beside[1]
-    yield (
-        (config.parts > 1) & (asked.divided == "m"),
-        lambda: f"cluster_k={config.cluster_k}, splits={config.splits}: the contraction of groups of rows is whole",
-    )
-    yield (
-        (config.cluster_m * config.cluster_n > 1) & problem.a.gathered,
-        lambda: "a cluster with gathered rows: threads copy to their own block",
-    )
-    yield (
-        config.stream_k & (problem.groups is not None or problem.symmetric),
-        lambda: "stream_k=True: only the tiles of a dense product are all as deep",
-    )
-    need = tile.bytes(config.stages)
-    yield (
-        need > tile.most,
-        lambda: (
-            f"{config.stages} stages of {tile.stage_bytes} bytes and two staging buffers a warpgroup: "
-            f"{need} bytes of shared memory, at most {tile.most}"
-        ),
-    )
-    accumulators = 4 * config.bm * config.bn * products
-    yield (
-        (config.cluster_k > 1) & (accumulators > config.stages * tile.stage_bytes),
-        lambda: (
-            f"cluster_k={config.cluster_k}: {accumulators} bytes of accumulators take the place of {config.stages} "
-            f"stages of {tile.stage_bytes}"
-        ),
-    )
-    registers, most = facts.accumulators(config), facts.max_accumulators(config)
-    yield (
-        registers > most,
-        lambda: (
-            f"{products} products of {config.bm}x{config.bn} with this epilogue: {registers} accumulator "
-            f"registers a thread, at most {most}"
-        ),
-    )
-    yield (
-        columns > 256,
-        lambda: f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once",
-    )
-    if prologue.is_in(problem):
-        yield (
-            prologue.refused(config, problem)[0],
-            lambda: (
-                f"a prologue of tiles of {config.bn} columns: a thread changes {prologue.units(config, problem)} lines "
-                f"and units of 16 bytes, at most {prologue.MOST_UNITS} together, and holds "
-                f"{prologue.refused(config, problem)[1]} registers of operands, at most {prologue.MOST_REGISTERS}"
-            ),
-        )
-    if facts.integers:
-        yield (
-            (columns > 24) & (columns % 16 != 0),
-            lambda: f"{columns} columns: wgmma of integers takes 8, 24 and multiples of 16",
-        )
-    if facts.way.each:
-        yield (
-            (config.coop == 0) & (facts.sums(config).buffers == 1),
-            lambda: "pingpong of float8 with one buffer of sums: nothing is multiplied while they are added up",
-        )
-        yield (
-            config.bk == 128,
-            lambda: "bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64",
-        )
-    if some(config.sliced):
-        yield (
-            config.sliced & (not operands.in_halves(problem.a, problem.bs[0])),
-            lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
-        )
-        yield (
-            config.sliced & (products > 1 or problem.groups is not None or prologue.is_in(problem)),
-            lambda: (
-                'schedule="sliced" of groups, of several products, or with a prologue: warpgroups have too few '
-                "registers"
-            ),
-        )
-        yield (
-            config.sliced & ((config.stages % config.slice_groups != 0) | (config.stages < 2 * config.slice_groups)),
-            lambda: (
-                f"{config.stages} stages of {config.slice_groups} groups of warpgroups: each has as many of its own, "
-                "at least two"
-            ),
-        )
-    if problem.a.bits == 4:
-        yield (
-            config.m_blocks != 2,
-            lambda: f"{config.bm}x{config.bn} {config.schedule} with weights of 4 bits: a warpgroup holds 128 rows",
-        )
-        yield (
-            bool(facts.staging.reductions),
-            lambda: "reductions of a product of weights of 4 bits: two warps store 64 rows",
-        )
-    for reason in windows.phase_reasons(asked, of):
-        yield True, lambda reason=reason: reason
-    if width := windows.group_width(problem):
-        beside = config.bn * config.cluster_n
-        yield (
-            width % beside != 0,
-            lambda: f"tiles of {beside} columns of groups of {width}: a tile has channels of one group",
-        )
-    yield (
-        (config.bn % 16 != 0) & (problem.bs[0].contiguous == "mn"),
-        lambda: f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements",
-    )
-    if not config.swap:
-        yield tile.chunk * facts.staging.narrowest < 32, lambda: _short_rows(facts, config, tile)
-    counters = _counters(facts, config, of)
-    yield shared.pass_32_bits(counters), lambda: shared.of_counters(counters, ", in whole tiles")[0]
-
-
-def _short_rows(facts: Facts, config: Sizes, tile: Footprint) -> str:
-    narrow = next(d for d in facts.staging.result_dtypes if tile.chunk * d.itemsize < 32)
-    return f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
 
 
 def _fields(
@@ -363,32 +233,8 @@ def _fields(
         "shared_bytes": tile.bytes(config.stages, buffers),
         "blocks_per_sm": where(limit == tile.most, 1, 2),
         "phases": of,
-        **_sized(facts, config, of),
+        **reasons.sized(facts, config, of),
     }
-
-
-def _sized(facts: Facts, config: Sizes, of: Phases | None) -> dict[str, Any]:
-    """Returns those fields that count tiles."""
-    tile = cluster_tile(config)
-    rows, columns = facts.problem.tiles(*tile)
-    p, tiles = facts.problem, rows * columns * facts.problem.results
-    if p.symmetric or p.divided in ("m", "n"):
-        tiles = p.most_tiles(*tile)
-    return {"tiles": tiles * (of.count if of else 1), "rows": rows, "columns": columns}
-
-
-def _counters(facts: Facts, config: Sizes, of: Phases | None) -> dict[str, Any]:
-    """Returns the most that a kernel counts in 32 bits, by name."""
-    p, depth, tiles = facts.problem, config.depth(facts.problem), _sized(facts, config, of)["tiles"]
-    # Of the tiles that are computed in parts, two waves at most.
-    of_waves = minimum(tiles, 4 * p.device.sms) * (sums.blocks(p, depth) + 1)
-    more = {"k_blocks_of_two_waves": where(config.stream_k, of_waves, 0)}
-    if p.a.gathered:
-        along = p.k + (config.parts + 1) * depth if p.a.contiguous == "k" else p.m + 2 * config.bm
-        more["bytes_of_rows"] = p.a.bytes(along)
-    tile = *cluster_tile(config), depth
-    counted = {"tiles": tiles * config.splits, "raster": config.raster, "parts": config.parts}
-    return shared.counters(p, tile, **counted, **more)
 
 
 def resolved(problem: Problem, config: Config) -> Kernel:
