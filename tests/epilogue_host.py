@@ -74,7 +74,7 @@ class Host:
 
     def __init__(self, folder: pathlib.Path, epilogues: Sequence[Epilogue]):
         self._epilogues = list(epilogues)
-        text = f'#include "{SHIM}"\n{sources._file("common/math.cuh")}#define EXPORT extern "C"\n'
+        text = f'#include "{SHIM}"\n{"".join(map(sources._file, sources.MATH))}#define EXPORT extern "C"\n'
         text += "".join(_function(epilogue, i) for i, epilogue in enumerate(epilogues))
         self._library = gxx.build(folder, text, "-Wno-unknown-pragmas")
 

@@ -34,7 +34,7 @@ RATE = 2.3  # instructions of warps that an SM issues in a cycle: half of them c
 LATENCY = 1.5  # cycles that each instruction of a warp takes beside that, however many there are
 STEP_CYCLES, LOAD_US = 150, 0.1  # of each step
 L2_BYTES_PER_US = 4e6
-FILES = ("common/atoms.cuh", "common/math.cuh", "common/elements.cuh")
+FILES = ("common/atoms.cuh", *sources.MATH, "common/elements.cuh")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, 
 HEADERS = {
     "common/atoms.cuh": (),
     "sm90/atoms.cuh": ("common/atoms.cuh", "common/tma.cuh"),
-    "common/math.cuh": ("common/atoms.cuh", "common/tma.cuh", "sm90/atoms.cuh"),
+    "common/math.cuh": ("common/atoms.cuh", "common/tma.cuh", "sm90/atoms.cuh", *sources.MATH[:-1]),
     "common/tma.cuh": ("common/atoms.cuh",),
 }
 _MAX_GRID_Z = 65535

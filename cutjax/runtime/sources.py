@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 DEVICE = pathlib.Path(__file__).parent.parent / "device"
+MATH = "common/integers.cuh", "common/math.cuh"  # what generated epilogues call
 
 
 @functools.cache

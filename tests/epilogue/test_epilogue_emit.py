@@ -250,7 +250,7 @@ def test_what_cannot_be_emitted_is_said_at_once():
 
 def device_source(epilogues):
     """A kernel that runs each on one element of every array."""
-    parts = [sources._file("common/atoms.cuh"), sources._file("common/math.cuh")]
+    parts = [*map(sources._file, ("common/atoms.cuh", *sources.MATH))]
     body = []
     for i, epilogue in enumerate(epilogues):
         parts.append(f"namespace e{i} {{\n{emit.emit(epilogue)}}}\n")

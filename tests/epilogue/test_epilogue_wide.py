@@ -229,7 +229,7 @@ def test_reductions_combine(tmp_path):
             f'extern "C" void reduce{i}(int n, const {carrier}* x, {carrier}* y) {{\n  {carrier} all = {identity};\n'
             f"  for (int t = 0; t < n; ++t) all = {combined.format('all', 'x[t]')};\n  *y = all;\n}}\n"
         )
-    text = f'#include "{host.SHIM}"\n{sources._file("common/math.cuh")}' + "".join(functions)
+    text = f'#include "{host.SHIM}"\n{"".join(map(sources._file, sources.MATH))}' + "".join(functions)
     library = gxx.build(tmp_path, text)
     for i, out in enumerate(REDUCTIONS):
         x = (
@@ -251,7 +251,7 @@ def test_all_compile_for_the_device():
     epilogues += [host.unary(op, "float64") for op in (*cases.SMOOTH, "is_finite", "sign", "floor")]
     epilogues += [host.binary(op, "float64") for op in ("pow", "atan2", "rem", "nextafter", "max")]
     epilogues += [host.unary("convert_element_type", "float64", target) for target in CONVERTED]
-    parts = [sources._file("common/atoms.cuh"), sources._file("common/math.cuh")]
+    parts = [*map(sources._file, ("common/atoms.cuh", *sources.MATH))]
     calls = []
     for i, epilogue in enumerate(epilogues):
         parts.append(f"namespace e{i} {{\n{emit.emit(epilogue)}}}\n")

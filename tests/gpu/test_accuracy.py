@@ -63,7 +63,7 @@ def source(epilogue):
     arguments = ["acc", *(f"p{i}[t]" for i in range(len(carriers))), "t / 1024", "t % 1024"]
     arguments += [f"q{i}[t]" for i in range(len(results))]
     return (
-        f"{sources._file('common/atoms.cuh')}{sources._file('common/math.cuh')}{emit.emit(epilogue)}"
+        f"{''.join(map(sources._file, ('common/atoms.cuh', *sources.MATH)))}{emit.emit(epilogue)}"
         f'extern "C" __global__ void elements({", ".join(parameters)}, int n) {{\n'
         f"  int t = blockIdx.x * {THREADS} + threadIdx.x;\n  if (t >= n) return;\n"
         f"  const float acc[{epilogue.products}] = {{{accs}}};\n"

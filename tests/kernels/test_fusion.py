@@ -236,7 +236,7 @@ def test_a_call_computes_what_inlining_does(tmp_path):
     epilogue = trace(fn, accs, [*(jnp.zeros(*x) for x in shapes), KEY]).epilogue.primal
     assert emit.places(epilogue) == [("batch", 0), ("row", 1)]
     staging = sources._file("common/elements.cuh")
-    text = f'#include "{host.SHIM}"\n{sources._file("common/math.cuh")}{staging}{HOST}'
+    text = f'#include "{host.SHIM}"\n{"".join(map(sources._file, sources.MATH))}{staging}{HOST}'
     for name, called in (("one", False), ("two", True)):
         piece = epilogue_text._piece(dataclasses.replace(plan_staging(epilogue), called=called))
         assert ("epilogue_four" in piece) == called

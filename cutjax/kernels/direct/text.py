@@ -12,7 +12,7 @@ from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.arguments import Argument
 from cutjax.runtime import sources
 
-COMMON = ("common/atoms.cuh", "common/math.cuh", "common/elements.cuh")
+COMMON = ("common/atoms.cuh", *sources.MATH, "common/elements.cuh")
 
 
 def source(

@@ -54,7 +54,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "common/atoms.cuh",
             "common/tma.cuh",
             "sm90/atoms.cuh",
-            "common/math.cuh",
+            *sources.MATH,
             "common/elements.cuh",
             "common/staging.cuh",
             "common/scheduler.cuh",

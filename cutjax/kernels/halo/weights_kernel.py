@@ -101,7 +101,7 @@ class Kernel(base.Kernel):
         for to in ("windows", "gradient"):
             passed = ", ".join(argument.passed for argument in self.arguments if argument.to == to)
             signature += f"#define {to.upper()} {{{passed}}}\n"
-        files = "common/atoms.cuh", "common/tma.cuh", "sm90/atoms.cuh", "common/math.cuh"
+        files = "common/atoms.cuh", "common/tma.cuh", "sm90/atoms.cuh", *sources.MATH
         multiply = wgmma(g.columns_of_wgmma, dtype, p.bs[0].dtype, False, False)
         last = "halo/atoms.cuh", "halo/pipeline.cuh", "halo/weights.cuh"
         return sources.source(self.name, constants, ["using Acc = float;\n", *files, multiply, signature, *last])

@@ -92,7 +92,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "common/atoms.cuh",
             *(["common/tma.cuh"] if config.tma else []),
             "mma/atoms.cuh",
-            "common/math.cuh",
+            *sources.MATH,
             "common/elements.cuh",
             "common/staging.cuh",
             *(["common/mirror.cuh"] if problem.symmetric else []),

@@ -22,7 +22,7 @@ from cutjax.runtime.launch import Call, Launch
 
 FILES = (
     "common/atoms.cuh",
-    "common/math.cuh",
+    *sources.MATH,
     "common/elements.cuh",
     "mma/atoms.cuh",
     "mma/math.cuh",

@@ -112,7 +112,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "common/tma.cuh",
             "sm90/atoms.cuh",
             f"using Acc = {acc};  // an accumulator\n",
-            "common/math.cuh",
+            *sources.MATH,
             "common/elements.cuh",
             "common/staging.cuh",
             "sm90/staging.cuh",
