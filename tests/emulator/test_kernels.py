@@ -124,7 +124,7 @@ def test_tiles_as_blocks_come_to_them(config, monkeypatch):
     of = item.problem.device
     problem = item.problem.on(dataclasses.replace(of.with_sms(2), several=True))
     kernel = families.resolve(problem, config)
-    assert kernel.tickets
+    assert kernel.has_counter
     check(problem, kernel, item.data(), [(0, 0), (1, 3), (2, 1)])
 
 

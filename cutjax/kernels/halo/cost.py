@@ -8,7 +8,7 @@ from cutjax.kernels.device import Device
 from cutjax.kernels.halo.resolved import Resolved
 from cutjax.kernels.prepared import copies_us
 
-# Fitted to 73 kernels of 11 convolutions on an H200; STORED, MEMORY and LONGER to 44 of 34 (conv-report-2-h200.json and
+# Fitted to 73 kernels of 11 convolutions on an H200; STORED, MEMORY and SLOWER to 44 of 34 (conv-report-2-h200.json and
 # experiments/halos-h200.json in benchmarks/results): 80% of the predicted times are 0.92 to 1.13 of those measured. A
 # third warpgroup hides what two do not, but not what an SM stores.
 LAUNCH_US = 4.9  # with the loads of weights and first boxes
@@ -20,7 +20,7 @@ BETWEEN = 610  # cycles from a step's last wgmma to the next step's first, of on
 RUN = 300  # cycles from a run to the next
 MEMORY = 0.95  # of the rate of memory
 AGAIN = 0.27  # of images, what each further block of columns reads from memory
-LONG_US, LONGER = 100, 0.045  # what takes longer is slowed by so much for each doubling: clocks fall
+SLOWED_US, SLOWER = 100, 0.045  # what takes longer is slowed by so much for each doubling: clocks fall
 POWER = 4  # with which what runs at the same time adds up
 
 
@@ -56,7 +56,7 @@ def predict(kernel: Resolved, device: Device) -> float:
 
 def slowed(us: float) -> float:
     """Returns the microseconds that the SMs take for what is so long at the clock of short products."""
-    return us * (1 + LONGER * math.log2(max(1, us / LONG_US)))
+    return us * (1 + SLOWER * math.log2(max(1, us / SLOWED_US)))
 
 
 def together(*times: float) -> float:

@@ -63,7 +63,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     (sizes, moves), steps = batch_moves(p), array_steps(p)
     more, terms = sum(operand.copies - 1 for operand in kernel.prepared), kernel.way.terms
     first_more = p.arrays + len(epilogue.operands)
-    first_result = first_more + more + (c.stream_k or kernel.tickets)  # zeros are an argument too
+    first_result = first_more + more + (c.stream_k or kernel.has_counter)  # zeros are an argument too
     results = [(first_result + i, out) for i, out in staging.results]
     maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
@@ -126,7 +126,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     if c.stream_k:  # after the results
         yield Argument("Acc* scratch", Pointer(first_result + len(epilogue.outputs)), "scheduler")
         yield Argument("int* tickets", Pointer(first_result + len(epilogue.outputs) + 1), "scheduler")
-    if kernel.tickets:
+    if kernel.has_counter:
         yield Argument("int* counter", Pointer(first_result + len(epilogue.outputs)), "items")
     yield from groups(p)
     for place, (buffer, out) in enumerate(results):

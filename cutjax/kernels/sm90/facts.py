@@ -24,7 +24,7 @@ from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Sizes, Sums
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
 
 ARCH = "sm_90a"
-ITEMS_BYTES = 80  # of the slots through which warps are told their items: ffi/device/sm90/tickets.cuh
+ITEMS_BYTES = 80  # of the slots through which warps are told their items: ffi/device/sm90/counter.cuh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -68,7 +68,7 @@ LEAST_K_BLOCKS = 4  # of a part
 LEAST_IDLE = 0.06  # of the time of all SMs, where tiles in parts may pay
 # Long products are limited by power, and bytes through L2 take some: of kernels that are predicted this near to the
 # first, the one of the fewest is taken. In bursts picks of 137 held products over 100 us became 0.2% better by it.
-LONG_US, NEAR = 100.0, 0.01
+RANKED_BY_L2_US, NEAR = 100.0, 0.01
 # Of this times the least are those that factors and the above may make the first.
 FURTHEST = (1 + residual.MOST) / (1 - residual.MOST) * (1 + 2 * NEAR)
 # Of "bd": b, which each band of tiles reads once, and results leave L2 first where they pass it. Not measured yet.
@@ -145,7 +145,7 @@ def prices(problem: Problem) -> Prices:
 
 def _least_l2(us: np.ndarray, l2_us: np.ndarray) -> np.ndarray:
     """Returns the times by which long kernels are ranked: those near to the first by their bytes through L2."""
-    if not len(us) or (best := us.min()) < LONG_US:
+    if not len(us) or (best := us.min()) < RANKED_BY_L2_US:
         return us
     near = us <= best * (1 + NEAR)
     return np.where(near, best * (1 + NEAR * l2_us / max(l2_us[near].max(), 1e-9)), us)

@@ -87,7 +87,7 @@ class Kernel(Resolved, base.Kernel):
         That is two for each block in flight, and a ticket for each warpgroup.
         """
         p, c, blocks = self.problem, self.config, self._in_flight
-        if self.tickets:
+        if self.has_counter:
             return (jax.ShapeDtypeStruct((1,), np.dtype(np.int32)),)
         if not c.stream_k:
             return ()

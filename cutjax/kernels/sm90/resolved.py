@@ -46,10 +46,10 @@ class Resolved(base.Resolved):
         return windows.in_parts(self.problem, self.config.splits)
 
     @property
-    def tickets(self) -> bool:
-        """True if blocks take their tiles as they come to them, since other kernels may hold some of the SMs.
+    def has_counter(self) -> bool:
+        """True if a counter gives blocks their tiles as they come to them, since other kernels may hold some SMs.
 
-        The counter costs a launch that clears it and, of short contractions, time for each tile. So the contraction is
+        It costs a launch that clears it and, of short contractions, time for each tile. So the contraction is
         long, and there are several tiles for each block.
         """
         p, c, device = self.multiplied, self.config, self.problem.device

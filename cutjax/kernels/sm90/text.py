@@ -142,7 +142,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["sm90/load_joined.cuh"] if joined else []),
             _views(problem),
             "sm90/producer.cuh",
-            "sm90/tickets.cuh" if kernel.tickets else "sm90/turns.cuh",
+            "sm90/counter.cuh" if kernel.has_counter else "sm90/turns.cuh",
             *_change(problem),
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
             *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else ["sm90/multiply.cuh"]),

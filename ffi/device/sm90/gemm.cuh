@@ -7,7 +7,7 @@
 //   sliced:      the same of two pairs of consumers, or four, each of which takes other k blocks (sliced.cuh).
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
-// A cluster takes work items in turns, or as it comes to them: turns.cuh, tickets.cuh.
+// A cluster takes work items in turns, or as it comes to them: turns.cuh, counter.cuh.
 // STREAM_K: tiles of what would be an unfilled last wave are computed in parts (stream_scheduler.cuh).
 // CLUSTER_K CTAs that share a tile, and splits, divide the contraction (cluster_sum.cuh): such a CTA has one tile.
 // RAGGED_M, RAGGED_N, RAGGED_K: the rows, the columns or the contraction are divided in groups (group_scheduler.cuh).
