@@ -1,0 +1,1 @@
+"""Operations, a file for each: its arguments, checked, and the product that they become."""

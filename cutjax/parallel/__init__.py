@@ -1,0 +1,1 @@
+"""Algorithms over devices: rows that travel, the products beside them, and rows sent to the devices of experts."""

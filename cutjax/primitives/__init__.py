@@ -1,0 +1,1 @@
+"""Products: what is multiplied, their primitives and rules, their derivatives with an epilogue, and chains of two."""

@@ -31,8 +31,9 @@ FIELDS = {"Config", "DirectConfig", "HaloConfig", "MmaConfig", "CudaLaunch", "Pr
 NAMED = re.compile(
     r"(?<![\w/.*{<>-])((?:[\w.-]+/)*\w[\w.-]*\.(?:py|cuh|cc|h|json|jsonl|md|png|svg|yml|toml|sh))(?![\w(/*]|\.\w)"
 )
-# In documents, in code quotes: a file and what it defines, and the files of a folder.
+# In documents, in code quotes: a file and what it defines, by either way to write it, and the files of a folder.
 DEFINED = re.compile(r"`([\w./]*\w\.py): ([\w.]+)`")
+DEFINED_IN = re.compile(r"`([\w.]+)` (?:in|of) `([\w./]*\w\.py)`")
 OF_FOLDER = re.compile(r"`([\w/]+/)`: (`[\w.]+\.\w+`(?:, `[\w.]+\.\w+`)*)")
 SOURCES = ("cutjax", "ffi", "benchmarks", "tests", "examples", "docs", ".github")
 # What commands write, files of a user's own and of others, as they are named in prose; "X.json" is any.
@@ -91,9 +92,17 @@ def test_riddles(text, riddle):
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_modules_say_what_they_own(package):
-    """A package's empty __init__ owns nothing."""
-    trees = {path: parsed(path) for path in package.rglob("*.py")}
-    assert not [str(path) for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
+    """Those of a folder say in its __init__ what lives there."""
+    assert not [str(path) for path in package.rglob("*.py") if not ast.get_docstring(parsed(path))]
+
+
+@pytest.mark.parametrize("root", ["ffi", "tests"])
+def test_folders_say_what_lives_there(root):
+    """Where no __init__ can, the table of README.md does: a row for each folder that has files."""
+    root = REPOSITORY / root
+    rows = re.findall(r"^\| `([\w/]+)/` \| [`\w]", (root / "README.md").read_text(), re.MULTILINE)
+    sources = [path for suffix in ("py", "cuh", "cc", "h") for path in root.rglob(f"*.{suffix}")]
+    assert sorted(rows) == sorted({path.parent.relative_to(root).as_posix() for path in sources} - {"."})
 
 
 @pytest.mark.parametrize("name", sorted(set(cutjax.__all__) - PLAIN))
@@ -157,9 +166,9 @@ def test_files_that_are_named_exist():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_name_what_exists(document):
-    """What ``file: name`` says is defined there, and the files after ``folder/:`` are in that folder."""
+    """What ``file: name`` or ``name in file`` says is defined there, and what ``folder/:`` lists is in that folder."""
     text, wrong = document.read_text(), []
-    for name, defined in DEFINED.findall(text):
+    for name, defined in [*DEFINED.findall(text), *((name, defined) for defined, name in DEFINED_IN.findall(text))]:
         if not any(defines(path, defined.split(".")) for path in named(name)):
             wrong.append(f"{name}: {defined}")
     for folder, names in OF_FOLDER.findall(text):
@@ -186,11 +195,18 @@ def test_names_of_files(text, found):
     assert NAMED.findall(text) == found
 
 
+def names_of(node):
+    """The names that a statement defines: of a function or a class, or those that it assigns to."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    assigned = [x.id for target in targets if target for x in ast.walk(target) if isinstance(x, ast.Name)]
+    return [getattr(node, "name", None), *assigned]
+
+
 def defines(path, names):
     """True if a Python file defines a name, or a dotted name in classes."""
     body = parsed(path).body
     for name in names:
-        nodes = [node for node in body if getattr(node, "name", None) == name]
+        nodes = [node for node in body if name in names_of(node)]
         if not nodes:
             return False
         body = getattr(nodes[0], "body", [])

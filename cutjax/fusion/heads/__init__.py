@@ -1,0 +1,1 @@
+"""Heads of language models in a program: losses and gradients, computed without logits in memory."""
