@@ -145,15 +145,14 @@ def compile_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     if any(request.node.get_closest_marker(name) for name in ("compiles", "gpu")):
         yield
         return
-    from cutjax.kernels import base, gather
-    from cutjax.kernels.direct import entries
+    from cutjax.kernels import base, entry, gather
     from cutjax.kernels.network import kernel as network
     from cutjax.runtime import compiler
 
     # Without resources: a test that reads them has to be marked.
     cubin = compiler.Cubin(b"cubin", None, "", 0.0, False)  # pyright: ignore[reportArgumentType]
     with pytest.MonkeyPatch.context() as patch:  # not the fixture, which would then end after a test's own
-        for module in (base, gather, entries, network):
+        for module in (base, gather, entry, network):
             patch.setattr(module, "compile_kernel", lambda *args, **kwargs: cubin)
         yield
 

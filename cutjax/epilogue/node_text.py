@@ -1,7 +1,7 @@
 """The C++ of one node of an epilogue: by its dtype, in the accuracy asked of it.
 
-Functions of atoms.cuh, integers.cuh and math.cuh, by the name of the lax primitive; docs/accuracy.md says which accuracy
-each has.
+Functions of atoms.cuh, integers.cuh and math.cuh, by the name of the lax primitive; docs/accuracy.md says which
+accuracy each has.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from cutjax.kernels import reasons
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.choose import LEAD
 from cutjax.kernels.device import Device
-from cutjax.kernels.direct.entries import Entry
+from cutjax.kernels.entry import Entry
 from cutjax.runtime import sources
 from cutjax.runtime.choice import Choice, fastest
 from cutjax.runtime.launch import Call, Int64, Pointer

@@ -28,8 +28,7 @@ import jax
 import numpy as np
 
 from cutjax.binding import lowering
-from cutjax.kernels import base, gather
-from cutjax.kernels.direct import entries
+from cutjax.kernels import base, entry, gather
 from cutjax.kernels.network import kernel as network
 from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler
@@ -41,7 +40,7 @@ from emulator.storage import Unsupported
 
 _NATIVE = pathlib.Path(__file__).parent / "native"
 _FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-fPIC", "-Wall")
-_COMPILING = base, gather, entries, network, compiler  # modules that compile kernels
+_COMPILING = base, gather, entry, network, compiler  # modules that compile kernels
 _SPACE = 1 << 40  # buffer i begins at i + 1 of these: native/machine.h
 _SWIZZLES = {0: 0, 32: 32, 64: 64, 128: 128}
 SMS = 2  # of this device: few, so that blocks take several tiles

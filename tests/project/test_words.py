@@ -24,9 +24,8 @@ RIDDLE = re.compile(
     r"|The same\b|((The|An?|Each|Another) )?(?!user)\w+'s\b",
     re.IGNORECASE,
 )
-# Public names that are modules, and classes that are descriptions of fields.
+# Public names that are modules.
 PLAIN = {"checkpoint_policies", "formats"}
-FIELDS = {"Config", "DirectConfig", "HaloConfig", "MmaConfig", "CudaLaunch", "Problem", "Quantized", "Routing"}
 # A file anywhere in prose: of the sources, or recorded. Not a part of a name ("-h200.json"), nor a pattern ("*.json").
 NAMED = re.compile(
     r"(?<![\w/.*{<>-])((?:[\w.-]+/)*\w[\w.-]*\.(?:py|cuh|cc|h|json|jsonl|md|png|svg|yml|toml|sh))(?![\w(/*]|\.\w)"
@@ -107,10 +106,10 @@ def test_folders_say_what_lives_there(root):
 
 @pytest.mark.parametrize("name", sorted(set(cutjax.__all__) - PLAIN))
 def test_public_names_are_documented(name):
-    """Functions have all of Args, if they take any, and Returns; classes of fields have Attributes."""
+    """Functions have all of Args, if they take any, and Returns; classes, which are records, have Attributes."""
     public = getattr(cutjax, name)
     text, parameters = inspect.getdoc(public) or "", inspect.signature(public).parameters
-    sections = ["Attributes:"] if name in FIELDS else ["Returns:", *(["Args:"] if parameters else [])]
+    sections = ["Attributes:"] if inspect.isclass(public) else ["Returns:", *(["Args:"] if parameters else [])]
     assert not [section for section in sections if f"\n{section}\n" not in text]
     assert not [x for x in parameters if not re.search(rf"\b{x}\b", text)]
 

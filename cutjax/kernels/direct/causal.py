@@ -20,8 +20,9 @@ from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.device import Device
 from cutjax.kernels.direct import slide
 from cutjax.kernels.direct.config import Config
-from cutjax.kernels.direct.entries import SUM_THREADS, Entry, slices_of
+from cutjax.kernels.direct.entries import SUM_THREADS, slices_of
 from cutjax.kernels.direct.text import source
+from cutjax.kernels.entry import Entry
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.architectures import number
 from cutjax.runtime.choice import Choice, fastest

@@ -16,9 +16,10 @@ from cutjax.kernels import results
 from cutjax.kernels.device import Device
 from cutjax.kernels.direct import cost, slide, toeplitz
 from cutjax.kernels.direct.config import Config
-from cutjax.kernels.direct.entries import Entry, entries
+from cutjax.kernels.direct.entries import entries
 from cutjax.kernels.direct.geometry import geometry_of
 from cutjax.kernels.direct.resolved import Resolved, accumulator_of
+from cutjax.kernels.entry import Entry
 from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
