@@ -125,6 +125,17 @@ def test_a_name_is_in_one_group(name):
     )
 
 
+def test_an_operation_is_in_the_battery():
+    """But those of many devices, which no device alone transforms, and `quantize`, which multiplies nothing."""
+    from operations import OPERATIONS  # where the tests run, not where this file writes signatures
+
+    group = API.partition("\n## Operations\n")[2].partition("\n## ")[0]
+    names = re.findall(r"heading: (cutjax\.\w+)$", group, re.MULTILINE)
+    found = {name.removeprefix("cutjax.") for name in names if not inspect.isclass(public(name))}
+    missing = found - {entry.partition(",")[0] for entry in OPERATIONS}
+    assert missing == {"all_gather_gemm", "gemm_reduce_scatter", "quantize"}
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_name_is_typed(name):
     """No argument is without a type, and the file that pyright checks strictly as a user's has the name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import pytest
 
@@ -54,6 +55,12 @@ def test_target_arch_without_its_letter():
 def test_bad_target_arch(arch):
     with pytest.raises(ValueError, match="CUTJAX_TARGET_ARCH: expected an architecture"):
         Settings.of({"CUTJAX_TARGET_ARCH": arch})
+
+
+def test_the_page_has_each_variable():
+    source = pathlib.Path(settings.__file__).read_text()
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    assert set(re.findall(r"CUTJAX_[A-Z_]+", source)) == set(re.findall(r"^\| `(CUTJAX_[A-Z_]+)`", page, re.MULTILINE))
 
 
 def test_read_once(monkeypatch):
