@@ -175,6 +175,26 @@ def test_documents_name_what_exists(document):
     assert not wrong
 
 
+def test_what_contributors_touch_exists():
+    """Of CONTRIBUTING's table, each file and folder, and each name: in the file of Python that is said next."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (an? [^|]+) \|[^|]*\| ([^|]+) \| \d", text, re.MULTILINE)
+    wrong, names = [], []
+    for row, touched in rows:
+        assert not names, row
+        for quoted in re.findall(r"`([^`]+)`", touched):
+            if re.fullmatch(r"\w+", quoted):
+                names.append(quoted)
+                continue
+            path = REPOSITORY / quoted.removeprefix("python ")
+            wrong += [quoted] * (not path.exists() and not quoted.startswith("cutjax."))
+            if path.suffix == ".py":
+                wrong += [f"{quoted}: {name}" for name in names if not defines(path, [name])]
+                names = []
+    assert len(rows) > 12
+    assert not wrong
+
+
 def test_every_file_of_the_kernels_is_in_the_map():
     """The table of docs/how-a-call-travels.md has a place for each."""
     text = (REPOSITORY / "docs" / "how-a-call-travels.md").read_text()
