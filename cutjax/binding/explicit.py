@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding
 
-from cutjax.binding.rules import any_divided, any_reduced, names_of
+from cutjax.binding.rules import any_divided, names_of, refuse_reduced
 
 _FUNCTIONS = {"epilogue", "activation", "output_activation", "prologue"}  # arguments that may capture arrays
 
@@ -44,7 +44,9 @@ def automatic(
             places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
             arrays = [leaves[i] for i in places]
             wanted = [x for x in leaves if isinstance(x, ShapedArray)]  # results, of whole operands too
-            mesh = next((x.sharding.mesh for x in (*map(jax.typeof, arrays), *wanted) if any(x.sharding.spec)), None)
+            avals = [*map(jax.typeof, arrays), *wanted]
+            refuse_reduced(operation.__name__.lstrip("_"), avals)
+            mesh = next((x.sharding.mesh for x in avals if any(x.sharding.spec)), None)
             if mesh is None:
                 return operation(*args, **kwargs)
 
@@ -78,9 +80,7 @@ def as_matmul(x: jax.Array, ws: Sequence[jax.Array], layout: str, out_sharding: 
     """
     if out_sharding is None and not any_divided(x, *ws):
         return None
-    if any_reduced(x, *ws):
-        shown = ", ".join(jax.typeof(y).str_short() for y in (x, *ws))
-        raise NotImplementedError(f"{where}: operands must not be reduced over mesh axes, or not yet, got {shown}")
+    refuse_reduced(where, [jax.typeof(y) for y in (x, *ws)])
     found: list[Any] = []
     for w in ws:
         given = [jax.ShapeDtypeStruct(y.shape, np.float32, sharding=jax.typeof(y).sharding) for y in (x, w)]
@@ -90,6 +90,7 @@ def as_matmul(x: jax.Array, ws: Sequence[jax.Array], layout: str, out_sharding: 
         except Exception as error:
             error.add_note(f"{where}: of {', '.join(jax.typeof(y).str_short() for y in (x, w))}, layout {layout!r}")
             raise
+        refuse_reduced(where, [out], "results")
         found.append(out.sharding.spec)
     return once([next((over for over in axis if over), None) for axis in zip(*found, strict=True)])
 

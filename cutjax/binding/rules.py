@@ -103,7 +103,7 @@ def broadcast_together(xs: Sequence[Any]) -> list[jax.Array]:
 
 def sharded(x: jax.Array) -> bool:
     """True if an axis but the last lies on a mesh axis, under explicit sharding: merging axes would move data."""
-    return any(axes is not None for axes in jax.typeof(x).sharding.spec[:-1])
+    return any_reduced(x) or any(axes is not None for axes in jax.typeof(x).sharding.spec[:-1])
 
 
 def names_of(over: Any) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def names_of(over: Any) -> tuple[str, ...]:
 
 def any_divided(*arrays: Any) -> bool:
     """True if any of arrays, avals or shardings says, by its type, how it lies on explicit mesh axes."""
-    return any(over is not None for x in arrays for over in _spec(x)) or any_reduced(*arrays)
+    return any_reduced(*arrays) or any(over is not None for x in arrays for over in _spec(x))  # no sum's can be walked
 
 
 def lying_as(x: jax.Array, like: Any) -> jax.Array:
@@ -124,6 +124,13 @@ def lying_as(x: jax.Array, like: Any) -> jax.Array:
 def any_reduced(*arrays: Any) -> bool:
     """True if the type of any says that it is a sum over mesh axes, or yet to be added up."""
     return any(_spec(x).unreduced or _spec(x).reduced for x in arrays)
+
+
+def refuse_reduced(where: str, avals: Sequence[Any], what: str = "operands") -> None:
+    """Raises for arrays that are sums over mesh axes, or yet to be added up: no kernel is divided over such."""
+    if any_reduced(*avals):
+        shown = ", ".join(aval.str_short() for aval in avals)
+        raise NotImplementedError(f"{where}: {what} must not be reduced over mesh axes, or not yet, got {shown}")
 
 
 def _spec(x: Any) -> jax.P:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from cutjax import dot_precision
-from cutjax.binding.rules import leaves_axes
+from cutjax.binding.rules import any_divided, leaves_axes
 from cutjax.fusion.convolved import Convolved, convolved
 from cutjax.fusion.flips import CONVOLUTION
 from cutjax.fusion.form import Form, unfit_dtypes
@@ -214,8 +214,8 @@ def is_divided(mesh: Any, manual: Sequence[str]) -> bool:
 
 
 def is_sharded(sharding: Any) -> bool:
-    """True if an axis lies on a mesh axis, under explicit sharding: merging axes would move data."""
-    return sharding is not None and any(axis is not None for axis in sharding.spec)
+    """True if an axis lies on a mesh axis, under explicit sharding, or is a sum over one: merging axes moves data."""
+    return sharding is not None and any_divided(sharding)
 
 
 def _matrix(

@@ -72,6 +72,8 @@ def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
         return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
     if out.dtype not in (left.dtype, np.dtype(np.float32)) and not (of_8_bits and out.dtype.itemsize == 2):
         return f"a result in {out.dtype} of operands in {left.dtype}"
+    if of_8_bits and out.dtype == left.dtype:
+        return f"a result in {out.dtype}: what follows reads it rounded, and sums in kernels are not"
     partial = any(x.sharding.spec.unreduced or x.sharding.spec.reduced for x in (left, right, out))
     return "an array is a sum that no device has" if partial else ""
 

@@ -368,17 +368,25 @@ class Rewriter:
         Raises:
           NotImplementedError: if it is of a tail that no epilogue can have.
         """
-        here = key, jax.sharding.get_abstract_mesh()
-        made = self._templates.get(here)
+        mesh = _mesh(inputs)
+        made = self._templates.get((key, mesh))
         if made is None:
             try:
-                made = template(key, make, inputs)
+                with jax.sharding.use_abstract_mesh(mesh):
+                    made = template(key, make, inputs)
             except (NotImplementedError, TypeError, ValueError) as error:
                 made = error
-            self._templates[here] = made
+            self._templates[key, mesh] = made
         if isinstance(made, Exception):
             raise NotImplementedError(str(made)) from made
         return made
+
+
+def _mesh(inputs: Sequence[Any]) -> Any:
+    """The mesh around an equation of these arrays: theirs, inside ``jax.sharding.auto_axes`` not the program's."""
+    here = jax.sharding.get_abstract_mesh()
+    meshes = [] if here.empty else [x.aval.sharding.mesh for x in inputs]
+    return next((mesh for mesh in meshes if not mesh.empty), here)
 
 
 def _report(eqn: Any, form: Form | str) -> Report:

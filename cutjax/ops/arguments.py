@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
+from cutjax.binding.rules import refuse_reduced
 from cutjax.dtypes import are_alike, are_narrow
 from cutjax.kernels.families import CONFIGS
 from cutjax.primitives import derivative
@@ -131,6 +132,7 @@ def promote(
     values are all in a's, float8 too.
     """
     b = bs[0]
+    refuse_reduced(where, [jax.typeof(x) for x in (a, *bs)])
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         raise TypeError(f"{where}: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
     stay = narrow and are_narrow(a.dtype, b.dtype) and not a.weak_type

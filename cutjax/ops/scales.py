@@ -123,7 +123,8 @@ class Scales:
       rows: that of a, ``[..., m or 1, 1]``; None where it has none.
       columns: those of the bs, ``[..., 1, n or 1]``; None of one that has none.
       blocks: of a and of each b, the scale that varies along k, or has zero points, and these; () where none has any.
-      dtype: that in which factors are multiplied, where there are blocks: of the arrays without scales, or float32.
+      dtype: that in which factors are multiplied, where there are blocks: of the arrays without scales, or where there
+        are none float32, or the scales' wider one.
     """
 
     rows: jax.Array | None
@@ -208,7 +209,8 @@ def scales_of(a: Any, b: Any, layout: str, where: str, names: Sequence[str] = ("
     arrays = [dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1]
     if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in arrays):
         raise TypeError(f"{where}: scales of blocks along k beside complex numbers: dequantize them")
-    return Scales(rows, columns, tuple(blocks), functools.reduce(promoted, arrays) if arrays else np.dtype(np.float32))
+    arrays = arrays or [np.dtype(np.float32), *(wide_dtype(x.scale) for x in (a, *bs) if isinstance(x, Quantized))]
+    return Scales(rows, columns, tuple(blocks), functools.reduce(promoted, arrays))
 
 
 def _scale(x: Any, k: int, name: str, where: str) -> tuple[jax.Array | None, tuple[jax.Array, ...]]:

@@ -156,7 +156,7 @@ def test_the_backend_of_a_scope_counts(policy):
 
 
 def test_what_has_no_price_stays_as_it_was(monkeypatch):
-    avals = [jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in SIZES]
+    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in SIZES]
     monkeypatch.setattr(xla, "time_us", lambda problem: None)
     monkeypatch.setattr(price, "_of_problem", price._of_problem.__wrapped__)
     assert str(jax.make_jaxpr(gated)(*avals)).count("dot_general") == 2
@@ -265,3 +265,15 @@ def test_regions_may_not_depend_on_each_other():
     close(always(fn)(*args), fn(*args), 1e-5)
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     assert len(Graph(jaxpr).equations()) == len(jaxpr.eqns)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_results_in_float8_are_rounded(dtype):
+    """What follows a product in float8 reads what overflows and what is rounded, as between any two operations."""
+
+    def fn(x, w):
+        return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ()))).astype(jnp.float32) * 2
+
+    for value in (1.125, 1.25, 60.0):
+        x = jnp.full((8, 8), value, dtype)
+        np.testing.assert_array_equal(jax.jit(always(fn))(x, x), jax.jit(fn)(x, x))

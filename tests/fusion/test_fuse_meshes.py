@@ -293,3 +293,50 @@ def test_constants_of_derivatives_are_no_obstacle():
 
     whole = jax.NamedSharding(jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P())
     assert epilogues() == epilogues(sharding=whole)
+
+
+def test_products_of_sums_over_axes_stay():
+    """Types that say an array is a sum over a mesh axis, or yet to be added up: tensor-parallel gradients have both."""
+
+    def summed(x, w):
+        partial = jnp.matmul(x, w, out_sharding=P(None, None, unreduced={"d"}))
+        return jax.nn.gelu(jax.reshard(partial, P(None, None))) * 2
+
+    def loss(x, w):
+        return summed(x, w).sum()
+
+    def reads(x, w):
+        return jax.nn.gelu(x @ w + 1)
+
+    with jax.set_mesh(jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])):
+        reduced = jax.device_put(X[0], P(None, None, reduced={"d"})), jax.device_put(W, P())
+        divided = jax.device_put(X[0], P(None, "d")), jax.device_put(W, P("d"))
+        for fn, args in ((reads, reduced), (summed, divided), (jax.grad(loss, (0, 1)), divided)):
+            got, want = jax.jit(always(fn))(*args), jax.jit(fn)(*args)
+            assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+            close(got, want)
+
+
+@pytest.mark.parametrize("kinds", [(EXPLICIT, EXPLICIT), (EXPLICIT, AUTO)], ids=str)
+def test_forward_mode_inside_auto_axes(kinds):
+    """Arrays there lie on another mesh than those around them; derivatives leave no function between the two."""
+
+    @functools.partial(jax.sharding.auto_axes, axes="d", out_sharding=P("d", None))
+    def inner(x, w, b):
+        return jax.nn.gelu(x @ w) * b
+
+    def tangent(*args):
+        return jax.jvp(inner, args, args)
+
+    def curvature(*args):
+        return jax.jvp(jax.grad(lambda *args: inner(*args).sum(), (0, 1)), args, args)
+
+    mesh = mesh_of(*kinds)
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, jax.NamedSharding(mesh, P("d"))) for x in (X[0], W, BIAS)]
+        for fn in (tangent, curvature):
+            got, want = jax.jit(always(fn))(*args), jax.jit(fn)(*args)
+            assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+            close(got, want)
+            shapes = jax.tree.map(jax.typeof, args)
+            jax.jit(always(fn)).trace(*shapes).lower(lowering_platforms=("cuda",))

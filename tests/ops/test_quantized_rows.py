@@ -255,3 +255,21 @@ def test_float8_arrays_beside_quantized_ones(dtype, block):
         np.testing.assert_allclose(found, np.full((4, 32), 64 * 60.0), rtol=1e-5)
     other = cutjax.gemm(x.astype(jnp.float8_e4m3), q)  # a kind that no kernel multiplies
     np.testing.assert_allclose(other, np.full((4, 32), 64 * 60.0), rtol=1e-5)
+
+
+def test_wide_scales_along_k():
+    """Of two quantized operands factors are in the dtype that the scales have, if that is wider than float32."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        a, b = (jnp.asarray(rng.integers(-7, 7, (8, 8)), jnp.int8) for _ in range(2))
+        scale, zero = jnp.asarray(rng.normal(size=(1, 8))), jnp.asarray(rng.integers(-2, 2, (1, 8)), jnp.int8)
+        one = cutjax.Quantized(b, jnp.ones((1, 1), jnp.float64))
+        for q in (cutjax.Quantized(a, scale), cutjax.Quantized(a, scale, zero)):
+            got, grouped = (
+                cutjax.gemm(q, one),
+                cutjax.grouped_gemm(q, jax.tree.map(lambda x: x[None], one), jnp.array([8])),
+            )
+            want = np.asarray(q.dequantize(jnp.float64)) @ np.asarray(b, np.float64)
+            for found in (got, grouped):
+                assert found.dtype == jnp.float64
+                np.testing.assert_allclose(found, want, rtol=1e-13, atol=1e-13)

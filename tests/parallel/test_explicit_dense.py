@@ -217,3 +217,28 @@ def test_what_is_whole_on_an_explicit_axis_lies_whole_beside_an_automatic_one():
             gradient, whole, divided = jax.jit(functools.partial(program, f))(*args)
             assert not any((*gradient.sharding.spec, *whole.sharding.spec))
             assert divided.sharding.spec[0] == "m"
+
+
+def test_sums_over_axes_are_refused():
+    """What types call reduced over a mesh axis, or yet to be: drop-ins leave it to XLA, all else names what it got."""
+    with jax.set_mesh(jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])):
+        whole, square = jax.device_put(jnp.ones((8, 8)), P()), jnp.ones((2, 8, 8))
+        reduced = jax.device_put(whole, P(None, None, reduced={"d"}))
+        sizes, groups = jnp.array([3, 5]), jax.device_put(square, P(None, None, None, reduced={"d"}))
+        calls = {
+            "gemm": lambda: cutjax.gemm(reduced, whole),
+            "mlp": lambda: cutjax.mlp(whole, reduced, whole),
+            "syrk": lambda: cutjax.syrk(reduced),
+            "grouped_gemm": lambda: cutjax.grouped_gemm(whole, groups, sizes),
+            "conv": lambda: cutjax.conv(whole[None], jax.device_put(square, P(None, None, None, reduced={"d"}))),
+            "linear_cross_entropy": lambda: cutjax.linear_cross_entropy(whole, reduced, jnp.zeros(8, jnp.int32)),
+        }
+        for name, call in calls.items():
+            with pytest.raises(NotImplementedError, match=rf"^{name}: operands must not be reduced.*\{{R:d\}}"):
+                call()
+        columns, rows = (jax.device_put(whole, P(*spec)) for spec in ((None, "d"), ("d",)))
+        partial = P(None, None, unreduced={"d"})
+        with pytest.raises(NotImplementedError, match=r"^gemm: results must not be reduced"):
+            cutjax.gemm(columns, rows, out_sharding=partial)
+        for fn in (jnp.matmul, cutjax.matmul):
+            assert jax.typeof(fn(columns, rows, out_sharding=partial)).sharding.spec == partial
