@@ -34,7 +34,6 @@ from cutjax.kernels import remembered  # noqa: E402
 remembered.ON = False  # tests change what predicts
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-FEW = 2  # parameter sets of a test that always run
 _START = pytest.StashKey[float]()
 _file: pathlib.Path | None = None
 
@@ -45,7 +44,7 @@ hypothesis.settings.load_profile("cutjax")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--by-file", action="store_true", help="print the processor seconds of each file")
-    parser.addoption("--share", type=int, default=1, help="run one in so many of a test's parameter sets, FEW at least")
+    parser.addoption("--share", type=int, default=1, help="run one in so many of a test's parameter sets")
     parser.addoption("--site", default="build/site", help="the built documentation, for the tests marked browser")
 
 
@@ -124,7 +123,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = set()
     for sets in of_test.values():
         drawn = sorted(sets, key=lambda item: hashlib.sha256(tree + item.nodeid.encode()).digest())
-        chosen.update(drawn[: max(FEW, math.ceil(len(sets) / share))])
+        chosen.update(drawn[: math.ceil(len(sets) / share)])
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

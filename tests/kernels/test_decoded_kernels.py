@@ -101,7 +101,16 @@ extern "C" void run(const void* tiles, float* to) {
     for (threadIdx.x = 0; threadIdx.x < COUNT; ++threadIdx.x) swapcontext(&outside, &contexts[threadIdx.x]);
 }
 """
-_KEPT = ("common/math", "common/elements", "narrow", "sm90/halves", "sm90/decode", "sm90/factor", "sm90/zero")
+_KEPT = (
+    "common/integers",
+    "common/math",
+    "common/elements",
+    "narrow",
+    "sm90/halves",
+    "sm90/decode",
+    "sm90/factor",
+    "sm90/zero",
+)
 _KEPT += ("sm90/change_none", "sm90/tiles", "sm90/sliced", "sm90/row_order", "sm90/multiply_registers")
 F32, E4M3 = np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)
 _ACCS = tuple(Node("acc", (), "float32", (i,)) for i in range(2))

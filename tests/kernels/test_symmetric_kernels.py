@@ -19,6 +19,7 @@ import cutjax
 from cutjax.epilogue.trace import trace
 from cutjax.kernels.mma import family as mma
 from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.kernels.sm90.resolved import cluster_tile
 from cutjax.runtime import compiler, sources
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
@@ -76,7 +77,7 @@ def test_every_tile_with_anything_below_the_diagonal_comes_once(walks, tile):
             for row in range(0, m, height)
             for column in range(0, min(m, row + height), width)
         }
-        assert problem(m, batch=(batch,)).most_tiles(*sm90.cluster_tile(config)) == len(wanted)
+        assert problem(m, batch=(batch,)).most_tiles(*cluster_tile(config)) == len(wanted)
         for step in (1, 5, 66):
             items = np.concatenate([walks(tile, m, raster, batch, first, step) for first in range(step)])
             assert len(items) == len(wanted)
