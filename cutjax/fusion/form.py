@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cutjax.binding.rules import any_reduced
 from cutjax.dtypes import FLOAT8, are_alike, are_narrow
 from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.product import Product
@@ -74,8 +75,7 @@ def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
         return f"a result in {out.dtype} of operands in {left.dtype}"
     if of_8_bits and out.dtype == left.dtype:
         return f"a result in {out.dtype}: what follows reads it rounded, and sums in kernels are not"
-    partial = any(x.sharding.spec.unreduced or x.sharding.spec.reduced for x in (left, right, out))
-    return "an array is a sum that no device has" if partial else ""
+    return "an array is a sum that no device has" if any_reduced(left, right, out) else ""
 
 
 def axes_of(shape: Sequence[int], form: Sequence[int]) -> list[list[int]] | None:

@@ -9,6 +9,7 @@ from typing import Any
 from jax.extend import core
 from jax.sharding import AxisType
 
+from cutjax.binding.rules import any_reduced
 from cutjax.epilogue.jaxpr import is_open
 from cutjax.fusion.jaxprs import (
     BODIES,
@@ -93,7 +94,7 @@ def _is_idle(eqn: Any) -> bool:
         return False
     to = eqn.params["dst_sharding"]
     automatic = all(kind == AxisType.Auto for kind in to.mesh.axis_types)
-    return automatic and not to.spec.unreduced and not to.spec.reduced and to.memory_kind is None
+    return automatic and not any_reduced(to) and to.memory_kind is None
 
 
 def _within(scope: Any, source_info: Any) -> Any:
