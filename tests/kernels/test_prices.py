@@ -71,6 +71,9 @@ KINDS = {
     "float8 in blocks": weights(Operand(F8, "k", scale=Scale(F32, 128, 128)), Operand(F8, scale=Scale(F32, 1, 128))),
     "decoded": weights(Operand(np.dtype(np.int8), "mn")),
     "4 bits": weights(Operand(np.dtype(jnp.int4), "mn", scale=Scale(BF16, 1, 64))),
+    "4 bits beside float8": weights(
+        Operand(np.dtype(jnp.int4), "mn", scale=Scale(F32, 1, 128)), Operand(F8, scale=Scale(F32, 1, 128))
+    ),
     "bias and residual": fused(lambda a, b, r: jax.nn.gelu(a + b).astype(BF16) + r, 1, "bias", "residual"),
     "gate": fused(lambda g, u: (jax.nn.silu(g) * u).astype(BF16), 2),
     "two results": fused(lambda a, r: (a.astype(BF16), a * r), 1, "matrix"),
@@ -87,7 +90,7 @@ def problems(kind, count=3):
     """Problems of a kind: tokens, odd sizes, and such as divide k."""
     draw = random.Random(kind)
     for m, n, k in ((draw.randint(1, 64), 1536, 4096), (1000, 328, 1032), (draw.randint(65, 4096), 512, 8192))[:count]:
-        multiple = 128 if kind in ("4 bits", "float8 in blocks") else 1
+        multiple = 128 if kind in ("4 bits", "4 bits beside float8", "float8 in blocks") else 1
         yield KINDS[kind](m, -(-n // multiple) * multiple, -(-k // multiple) * multiple)
 
 
@@ -141,6 +144,14 @@ def test_facts_without_an_epilogue_are_those_of_the_bare_problem(kind):
             for field in dataclasses.fields(found):
                 if field.name != "reasons":
                     assert getattr(found, field.name) == getattr(expected, field.name), field.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_served_as_its_problems_are(kind):
+    for problem in problems(kind):
+        for swap in (False, True):
+            found, expected = facts_of(kind_of(problem), swap), facts_of(problem, swap)
+            assert (found.reasons, found.way) == (expected.reasons, expected.way)
 
 
 def test_problems_of_a_kind_share_a_table():

@@ -194,8 +194,8 @@ def _reasons_of_operands(problem: Problem) -> tuple[str, ...]:
 def kind_of(problem: Problem) -> Problem:
     """Returns the problem that stands for all whose kernels have the same limits, of small sizes: always the same one.
 
-    Tiles have room and registers whatever the sizes are, but for how even rows in memory are. Views have sizes of their
-    own, and so are kinds of their own.
+    Tiles have room and registers whatever the sizes are, but for how even rows in memory are, of scales too. Views have
+    sizes of their own, and so are kinds of their own.
     """
     if any(x.view is not None for x in (problem.a, *problem.bs)):
         return _same(problem)
@@ -205,8 +205,9 @@ def kind_of(problem: Problem) -> Problem:
 
     a, *bs = (dataclasses.replace(x, batch=few(x.batch)) if x.batch else x for x in (problem.a, *problem.bs))
     groups = problem.groups and dataclasses.replace(problem.groups, count=1, batch=few(problem.groups.batch))
-    n = math.gcd(problem.n, 16)
-    sizes = {"m": n if problem.symmetric else 2 - problem.m % 2, "n": n, "k": 64, "batch": few(problem.batch)}
+    n = math.gcd(problem.n, 128 if operands.decoded(problem.bs[0], problem.a) else 16)
+    k = max(64, *(x.scale.k if x.scale else 0 for x in (problem.a, *problem.bs)))
+    sizes = {"m": n if problem.symmetric else 2 - problem.m % 2, "n": n, "k": k, "batch": few(problem.batch)}
     return _same(problem.derived(**sizes, a=a, bs=tuple(bs), groups=groups))
 
 
