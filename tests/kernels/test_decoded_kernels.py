@@ -50,7 +50,8 @@ T of_word(u32 x) {
 }
 static float wide(u32 half) { return WIDE == Dtype::bf16 ? __uint_as_float(half << 16) : f16_to_f32(half); }
 template <int COUNT>
-void wgmma(float (&d)[COUNT], const u32 (&a)[4], u32 b, int) {
+void wgmma(float (&d)[COUNT], const u32 (&a)[4], u32 b, int accumulate) {
+  if (!accumulate) std::fill(d, d + COUNT, 0);
   for (int q = 0; q < 4; ++q)
     for (int i = 0; i < 4; ++i) {
       u32 pair = __shfl_sync(~0u, a[i], lane() / 4 * 4 + q);
@@ -234,9 +235,13 @@ def test_a_tile_is_exact(narrow, wide, fields, layout, tmp_path):
         ("uint4", "float16", None, {"schedule": "pingpong", "bk": 64, "bn": 24}),
         ("float4_e2m1fn", "bfloat16", ("bfloat16", 32), {"bm": 256}),
         ("int4", "bfloat16", ("bfloat16", 128), {"bm": 256, "bk": 64}),
+        ("int4", "bfloat16", ("bfloat16", 128), {"bm": 256, "bk": 64, "bn": 72}),
         ("uint4", "bfloat16", ("float32", 64), {"schedule": "pingpong"}),
-        ("int4", "float16", ("float32", 32), {"schedule": "pingpong", "bk": 64}),
+        ("uint4", "bfloat16", ("float32", 64), {"schedule": "pingpong", "bn": 72}),
+        ("int4", "float16", ("float32", 32), {"schedule": "pingpong", "bk": 64, "bn": 72}),
+        ("int4", "float16", ("float32", 256), {"schedule": "pingpong", "bk": 64}),
         ("int8", "bfloat16", ("bfloat16", 32), {}),
+        ("int8", "float16", ("float8_e8m0fnu", 32), {"bn": 144}),
         ("float8_e4m3fn", "bfloat16", ("float32", 64), {"bm": 64}),
         ("uint4", "bfloat16", ("bfloat16", 32), {"bm": 256, "zeros": True}),
         ("int4", "float16", ("float32", 128), {"schedule": "pingpong", "zeros": True}),
@@ -244,15 +249,18 @@ def test_a_tile_is_exact(narrow, wide, fields, layout, tmp_path):
         ("int8", "float16", ("float16", 128), {"zeros": True}),
         ("uint8", "float16", ("float8_e8m0fnu", 32), {"zeros": True}),
         ("uint4", "bfloat16", ("float16", 64), {"bm": 256, "zeros": True}),
+        ("uint4", "bfloat16", ("float16", 64), {"bm": 256, "zeros": True, "bn": 72}),
         ("int8", "float16", ("bfloat16", 32), {"bm": 64}),
         ("float4_e2m1fn", "bfloat16", ("float8_e8m0fnu", 32), {"bm": 256}),
         ("uint4", "bfloat16", ("bfloat16", 128), {"bm": 256, "zeros": True, "products": 2}),
         ("float4_e2m1fn", "bfloat16", ("float8_e8m0fnu", 32), {"bm": 256, "products": 2, "bk": 64}),
+        ("uint4", "bfloat16", ("bfloat16", 64), {"bm": 256, "products": 2, "bn": 40, "zeros": True}),
         ("int8", "bfloat16", None, {"bm": 64, "products": 2}),
     ],
     ids=str,
 )
-def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_path):
+def test_a_tile_with_factors(narrow, wide, scale, fields, tmp_path):
+    """Elements times factors are rounded once; where a thread has few sums, these are multiplied, in float32."""
     rng, of = np.random.default_rng(2), kernel(narrow, "nn", wide, scale, **fields)
     c, p = of.config, of.multiplied
     k = K_BLOCKS * c.depth(p)
@@ -274,7 +282,8 @@ def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_pa
             arrays.append(np.resize(every_value(narrow), shape))
             wide_w = wide_w - along(arrays[1].astype(np.float32))[:, :k]
         if scale:
-            wide_w = (wide_w * along(arrays[0].astype(np.float32))[:, :k]).astype(jnp.dtype(wide))
+            wide_w = wide_w * along(arrays[0].astype(np.float32))[:, :k]
+            wide_w = wide_w if c.by_sums(p) else wide_w.astype(jnp.dtype(wide))
         ws.append(w)
         factors.append(arrays)
         expected.append((wide_w.astype(np.float64) @ x.astype(np.float64).T).astype(np.float32))

@@ -150,7 +150,15 @@ class Sizes:
             return 0
         scale = operands.factors(problem)
         deep = (self.bk == 128) & (scale is None or scale.k % 64 == 0) & (self.sliced == 0)
-        return where(deep & ((self.m_blocks == 1) | (self.bn <= FEW)), 4, 2)
+        return where(deep & ((self.m_blocks == 1) | (self.bn * (1 + self.by_sums(problem)) <= FEW)), 4, 2)
+
+    def by_sums(self, problem: Problem) -> Any:
+        """Returns whether factors of a that is decoded multiply the float32 sums of their k, and not each element.
+
+        Where a thread has few sums, they are fewer than the elements, and those of one k have room beside all.
+        """
+        few = self.accumulator_registers * problem.products <= where(self.sliced, 16, FEW)
+        return few & (operands.factors(problem) is not None)
 
     def chunk(self, b: Operand, products: int = 1) -> Any:
         """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.

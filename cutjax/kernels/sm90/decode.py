@@ -113,23 +113,27 @@ def multiply(problem: Problem) -> str:
     return f"sm90/multiply_{'bytes' if in_bytes(problem.a, problem.bs[0]) else 'registers'}.cuh"
 
 
+def unit(problem: Problem) -> int:
+    """Returns how many times as small as they are elements are decoded, where that is to bytes of float8."""
+    return 2**6 if problem.a.dtype.name == "float4_e2m1fn" else 2**9
+
+
 def text(config: Config, problem: Problem) -> list[str]:
     """Returns the files that decode, and the constants ahead of them: dtypes, and where the factors of a stage lie."""
-    if in_bytes(problem.a, problem.bs[0]):
-        numbers = np.arange(16, dtype=np.uint8).view(problem.a.dtype).astype(np.float32)
-        table = numbers.astype(problem.bs[0].dtype).view(np.uint32)
-        words = ", ".join(f"TABLE{i} = {word:#010x}" for i, word in enumerate(table))
-        return [f'#line 1 "narrow (generated)"\nconstexpr u32 {words};\n']
-    scale, wide = factors(problem), DTYPES[problem.bs[0].dtype.name]
     name, file = _NARROW[problem.a.dtype.name]
-    of_scale, of_zero = (*(bits_of(dtype) for dtype in scale.arrays), 0)[:2] if scale else (0, 0)
-    places = factor_places(config, problem)
-    narrow = f"""#line 1 "narrow (generated)"
+    kinds = f"""#line 1 "narrow (generated)"
 enum class Narrow {{ {", ".join(name for name, _ in _NARROW.values())} }};
 constexpr Narrow NARROW = Narrow::{name};
-constexpr Dtype WIDE = Dtype::{wide.stored};
+"""
+    if in_bytes(problem.a, problem.bs[0]):
+        return [kinds]
+    scale, wide = factors(problem), DTYPES[problem.bs[0].dtype.name]
+    of_scale, of_zero = (*(bits_of(dtype) for dtype in scale.arrays), 0)[:2] if scale else (0, 0)
+    places = factor_places(config, problem)
+    narrow = f"""{kinds}constexpr Dtype WIDE = Dtype::{wide.stored};
 constexpr int FACTOR_ROWS = {factor_rows(config, problem)}, FACTOR_K = {scale.k if scale else config.depth(problem)};
 constexpr int FACTOR_BITS = {of_scale}, ZERO_BITS = {of_zero};
+constexpr bool FACTORS_OF_SUMS = {str(bool(config.by_sums(problem))).lower()};
 constexpr int FACTORS_EACH = {places[-1]}, ZERO_PLACE = {places[1] if of_zero else 0};
 """
     factor = _factor(scale, problem.bs[0].dtype) if scale else "none"

@@ -46,6 +46,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "B_BITS": problem.bs[0].bits,
         "FACTOR_BYTES": decode.factor_bytes(config, problem),
         "SLICES": config.slices(problem),
+        "UNIT": decode.unit(problem) if operands.in_bytes(problem.a, problem.bs[0]) else 1,
         "WARP_ROWS": 32 if decoded and problem.a.bits == 4 else 16,
         "TERMS": way.terms,
         "PAIRS": len(way.pairs),

@@ -15,3 +15,5 @@ DEVICE void load_factors(u32 at, u32 (&x)[2]) {
 DEVICE u32 scaled(u32 x, u32 factor) {
   return BF16 ? halves_product(x, factor) : halves_by_f32(x, __uint_as_float(factor));
 }
+
+DEVICE float factor_of(u32 x) { return __uint_as_float(BF16 ? x << 16 : x); }

@@ -6,3 +6,5 @@ DEVICE void load_factors(u32 at, u32 (&x)[2]) {
 }
 
 DEVICE u32 scaled(u32 x, u32 factor) { return halves_product(x, factor); }
+
+DEVICE float factor_of(u32 x) { return BF16 ? __uint_as_float(x << 16) : f16_to_f32(x & 0xffff); }

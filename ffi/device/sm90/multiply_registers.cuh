@@ -2,7 +2,8 @@
 //
 // Files of their own, of which a kernel has one of each kind, say how: of two elements of a word, in the two halves of
 // what `decode` returns (decode_*.cuh), what it subtracts for each row (zero_*.cuh), and by what they are multiplied
-// then (factor_*.cuh). A zero point and a factor are for a row and FACTOR_K of k.
+// then (factor_*.cuh). A zero point and a factor are for a row and FACTOR_K of k. Where a thread has few sums, a factor
+// multiplies those of its k instead (FACTORS_OF_SUMS): they are fewer than the elements, and nothing is rounded.
 //
 // In a slice of 16 of k, lane l of warp w has rows r = 16 w + l / 4 and r + 8 of each block of 64, at k 2 q, 2 q + 1,
 // 2 q + 8 and 2 q + 9, with q = l % 4. In a tile that is:
@@ -21,6 +22,10 @@ constexpr int STEPS = BK / 16 / SLICES * A_MATRICES;
 static_assert(STEPS % 2 == 0, "the same registers in each k block");
 static_assert(!RAGGED_K && COPIERS == 0 && (A_BITS == 8 || (A_BITS == 4 && !A_K_MAJOR && M_BLOCKS == 2)));
 static_assert(FACTOR_ROWS == 0 || (!A_K_MAJOR && FACTOR_K % (16 * SLICES) == 0), "a step has one factor");
+
+// Steps that share a factor, where it multiplies their sums.
+constexpr bool BY_SUMS = FACTOR_ROWS > 0 && FACTORS_OF_SUMS;
+constexpr int SHARING = (FACTOR_K < BK ? FACTOR_K : BK) / 16 / SLICES * A_MATRICES;
 
 using Words = u32[A_BITS == 4 ? 1 : M_BLOCKS][2 * SLICES];  // of a tile
 
@@ -115,10 +120,24 @@ struct Weights<false> {
         u32 word = x[A_BITS == 4 ? 0 : block][i / 2];
         u32 less = ZERO_BITS > 0 ? factors.less[block][i % 2] : LESS;
         u32 found = decode(word, (A_BITS == 4 ? 2 * block : 0) + i % 2, magic, less);
-        to[block][i / 4][i % 4] = scaled(found, factors.by[block][i % 2]);
+        to[block][i / 4][i % 4] = BY_SUMS ? found : scaled(found, factors.by[block][i % 2]);
       }
   }
 };
+
+// Adds sums of a k that share factors, times these.
+template <int BLOCKS>
+DEVICE void add_scaled(Accumulators& sums, Accumulators& parts, const Factors (&factors)[A_MATRICES]) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+    wgmma_done(parts[block]);
+#pragma unroll
+    for (int i = 0; i < PRODUCTS * BN / 2; ++i) {
+      float by = factor_of(factors[i / (B_MATRICES * BN / 2)].by[block][i / 2 % 2]);
+      sums[block][i] = __fmaf_rn(parts[block][i], by, sums[block][i]);
+    }
+  }
+}
 
 // One warpgroup: what multiply in multiply.cuh computes, of the k blocks of its group (sliced.cuh).
 template <int BLOCKS, typename Begun, typename Issued>
@@ -127,8 +146,10 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
   static_assert(SLICED == 1 || !Changes::EVER);
   Weights<A_K_MAJOR> weights(row, thread);
   Words words;
-  Factors factors[A_MATRICES];
+  Factors factors[A_MATRICES], of_sums[A_MATRICES];
   Fragments fragments;
+  Accumulators own = {};  // sums of steps that share a factor; undefined, they would be moved between wgmmas
+  Accumulators& parts = BY_SUMS ? own : sums;
   // Of the matrix and the slices of a step.
   auto load = [&](u32 tile, int step) {
     int matrix = step % A_MATRICES, first = step / A_MATRICES * SLICES;
@@ -160,13 +181,15 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
     pipe.advance_by<SLICED>();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
+      if (step % SHARING < A_MATRICES) of_sums[step % A_MATRICES] = factors[step % A_MATRICES];
       wgmma_fence();
 #pragma unroll
       for (int slice = 0; slice < SLICES; ++slice)
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block)
-          wgmma(reinterpret_cast<ProductSums&>(sums[block][step % A_MATRICES * (B_MATRICES * BN / 2)]),
-                fragments[block][slice], b.at(OperandB::slice_offset(step / A_MATRICES * SLICES + slice)), 1);
+          wgmma(reinterpret_cast<ProductSums&>(parts[block][step % A_MATRICES * (B_MATRICES * BN / 2)]),
+                fragments[block][slice], b.at(OperandB::slice_offset(step / A_MATRICES * SLICES + slice)),
+                !BY_SUMS || step % SHARING >= A_MATRICES || slice > 0);
       wgmma_commit_group();
       if (step + 1 < STEPS) {
         load(tile, step + 1);
@@ -179,6 +202,10 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
       if (step == 0 && k > 0) release(previous, thread);
       // After the last one of nothing new: a branch would move the registers.
       weights.get(fragments, words, factors[(step + 1) % STEPS % A_MATRICES]);
+      if (BY_SUMS && step % SHARING == SHARING - 1) {
+        wgmma_wait_group<0>();
+        add_scaled<BLOCKS>(sums, parts, of_sums);
+      }
     }
     previous = empty;
     if (k == min(2, count - 1)) begun();

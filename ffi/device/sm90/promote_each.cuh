@@ -1,4 +1,4 @@
-// Promotion (promote_never.cuh) of the sums of each block of k, as they are.
+// Promotion (promote_never.cuh) of the sums of each block of k, as they are, or times UNIT.
 
 struct Promotion {
   static constexpr bool EVER = true, EACH = true, BY_COLUMN = false;
@@ -14,6 +14,6 @@ struct Promotion {
   template <int PART>
   DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors&, u32) const {
 #pragma unroll
-    for (int i = 0; i < PART_COLUMNS / 2; ++i) accumulators[PART * (PART_COLUMNS / 2) + i] += sums[i];
+    for (int i = 0; i < PART_COLUMNS / 2; ++i) accumulators[PART * (PART_COLUMNS / 2) + i] += sums[i] * UNIT;
   }
 };

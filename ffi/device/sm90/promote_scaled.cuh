@@ -1,5 +1,5 @@
-// Promotion (promote_never.cuh) of the sums of each block of k, times the scale of their rows of a and of their columns
-// of b: arrays in device memory that have one for SCALE_MN rows or columns, and for the block of k.
+// Promotion (promote_never.cuh) of the sums of each block of k, times UNIT and the scale of their rows of a and of
+// their columns of b: arrays in device memory that have one for SCALE_MN rows or columns, and for the block of k.
 //
 // A stage has a slot for the scales of its block of k: those of the tile's rows, then those of its columns. A warp of
 // the producer's copies them while TMA loads the stage, and arrives on its full barrier too.
@@ -101,7 +101,7 @@ struct Promotion {
     constexpr int FIRST = BLOCK * (WARP_ROWS == 32 ? 2 : 64), NEXT = WARP_ROWS == 32 ? 1 : 8;  // rows
     Factors found;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) found.a[h] = OF_A ? ld_shared_f32(slot + place + (FIRST + h * NEXT) * 4) : 1;
+    for (int h = 0; h < 2; ++h) found.a[h] = UNIT * (OF_A ? ld_shared_f32(slot + place + (FIRST + h * NEXT) * 4) : 1);
     constexpr int BEGIN = PART * PART_COLUMNS, END = BEGIN + PART_COLUMNS;
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
