@@ -71,6 +71,8 @@ SLICED = {
     "four": ("int4", {"bm": 128, "bk": 128}),
     "four, several tiles": ("int8", {"bm": 64, "bn": 8, "sms": 1}),
     "in parts": ("int8", {"bm": 128, "splits": 2}),
+    "in a stream": ("int4", {"bm": 128, "stream_k": True, "sms": 2}),
+    "in a stream, pairs": ("uint4", {"bm": 256, "stages": 4, "stream_k": True, "sms": 3}),
 }
 
 

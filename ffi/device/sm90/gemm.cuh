@@ -154,14 +154,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
                         begun, issued);
       }
       if constexpr (PING_PONG && EVEN_DEPTH) pipe.advance(k_blocks);
-      if (STREAM_K && work.parts > 1) {
-        if (!join(accumulators, scheduler, work, rank, first_row, thread, epilogue.barrier)) continue;
-        begin();
-      }
       if (SLICED > 1 && consumer >= STORERS) {
         if constexpr (CLUSTER_K == 1) continue;
         share_nothing();
         break;
+      }
+      if (STREAM_K && work.parts > 1) {
+        if (!join(accumulators, scheduler, work, rank, first_row, thread, epilogue.barrier)) continue;
+        begin();
       }
       Acc sums[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2];
       const auto& values = share(accumulators, sums, shared.base, rank, TURN_BARRIER);
