@@ -308,6 +308,8 @@ def test_a_tile_with_factors(narrow, wide, scale, fields, tmp_path):
         ("uint4", "nn", ("float32", 128), {"bm": 256, "schedule": "sliced", "stages": 8, "zeros": True}),
         ("int8", "nt", None, {"schedule": "sliced", "stages": 8, "cluster_k": 2}),
         ("int4", "nn", ("bfloat16", 128), {"bn": 16, "schedule": "sliced", "stages": 8}),
+        ("uint4", "nn", ("float32", 128), {"bn": 8, "schedule": "sliced", "stages": 8, "groups": 8, "zeros": True}),
+        ("int8", "nt", None, {"schedule": "sliced", "stages": 8, "groups": 8}),
     ],
     ids=str,
 )
@@ -351,7 +353,7 @@ def test_what_is_refused():
     assert "each has as many of its own" in why("int4", schedule="sliced", stages=5)
     assert "4 stages of 4 groups" in why("int8", bm=64, schedule="sliced", stages=4)
     assert "decoding weights to 16 bits" in why("bfloat16", schedule="sliced", stages=4)
-    config = Config(128, 8, 64, 8, schedule="sliced", swap=True)
+    config = Config(256, 8, 64, 8, schedule="sliced", swap=True)
     assert "too few registers" in "; ".join(
         sm90.resolve(problem_of("int8", "nn", "bfloat16", None, (16, 64, 64), groups=2), config)
     )

@@ -45,6 +45,11 @@ ROWS = {
     "in turns, along k": (Weights("int8", "float16", layout="nt"), {"bm": 128, "schedule": "pingpong", "bn": 8}),
     "in a cluster": (Weights("float8_e4m3fn"), {"bm": 128, "bn": 8, "cluster_n": 2}),
     "of 16 bits": (Weights("bfloat16"), {"bm": 128, "bn": 8}),
+    "shared k blocks": (Weights("int4", scale="float32"), {"bm": 128, "schedule": "sliced", "stages": 8}),
+    "shared k blocks, bytes": (
+        Weights("int8", scale="float32"),
+        {"bm": 64, "bn": 8, "schedule": "sliced", "stages": 8},
+    ),
 }
 
 

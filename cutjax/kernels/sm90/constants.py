@@ -25,7 +25,9 @@ class Constants:
       fused: what the latter takes more for each instruction of an epilogue.
       few_rows: what a product of few rows adds to all but the launch.
       step, fragment: microseconds of decoding: of each step of a warpgroup, and of each 64 x 16 elements of a block.
-      unpacked: what weights of 4 bits, and their scales, add to the latter.
+      unpacked: what weights of 4 bits add to the latter.
+      rescale: microseconds of multiplying a sum of a thread by a factor.
+      factor, factor_f32: what multiplying elements by scales adds to it, and doing so in float32.
       beside: the exponent with which two warpgroups' decoding and multiplying add up; those of one do.
       sliced: the latter where four warpgroups decode, over what it takes where two do.
       promoted, reread: what adding up the sums of each k block apart adds to the time of wgmma, in place of a cluster's
@@ -83,6 +85,9 @@ class Constants:
     step: float
     fragment: float
     unpacked: float
+    rescale: float
+    factor: float
+    factor_f32: float
     beside: float
     sliced: float
     promoted: float
@@ -128,7 +133,10 @@ CONSTANTS = Constants(
     fused=0.311,  # of 143 fused products, benchmarks/results/experiments/fused-sweep-h200.json
     step=0.0051,  # this and the next three: 64 kernels of weights of 8 and 4 bits, to 7%, the faster ones the more
     fragment=0.00437,
-    unpacked=1.5,
+    unpacked=0.65,
+    rescale=0.002,  # this and the next two: 60 kernels of weights of 4 bits, to 7%; picks 1.5% slower than the fastest
+    factor=0.85,
+    factor_f32=2.5,
     beside=1.105,
     sliced=0.7,  # of experiments/fp8-sliced-h200.json: of .45, .55 and .7 the picks were equal
     promoted=0.428,  # this and the next two: 21 float8 kernels of experiments/fp8-sliced-h200.json, to 12%

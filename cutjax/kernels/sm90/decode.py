@@ -10,7 +10,7 @@ import numpy as np
 
 from cutjax.dtypes import DTYPES, bits_of, short
 from cutjax.kernels.arguments import Argument, Matrices, matrix_map
-from cutjax.kernels.columns import maximum
+from cutjax.kernels.columns import maximum, where
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config, Sizes
@@ -34,6 +34,20 @@ _TMA_ALIGNED = 128  # bytes at which TMA writes
 def _factor(scale: Scale, wide: np.dtype) -> str | None:
     """Returns the file that multiplies elements of a dtype by a scale; None where there is none."""
     return "halves" if scale.dtype == wide else _FACTORS.get(scale.dtype.name)
+
+
+def multiplied(config: Sizes, problem: Problem) -> Any:
+    """Returns by what elements are multiplied as they are decoded: 0 nothing, 1 scales of 16 bits, 2 others."""
+    if (scale := factors(problem)) is None:
+        return 0
+    return where(config.by_sums(problem), 0, 1 if _factor(scale, problem.bs[0].dtype) == "halves" else 2)
+
+
+def rescaled(config: Sizes, problem: Problem) -> Any:
+    """Returns how many sums of a thread are multiplied by scales in a stage."""
+    return where(config.by_sums(problem), config.accumulator_registers * problem.products, 0) * factor_rows(
+        config, problem
+    )
 
 
 def factor_rows(config: Sizes, problem: Problem) -> Any:

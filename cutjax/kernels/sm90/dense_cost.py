@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cutjax.kernels import staging
-from cutjax.kernels.columns import ceil, each, maximum, some
+from cutjax.kernels.columns import ceil, each, maximum, minimum, some
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import prologue, scales, windows
+from cutjax.kernels.sm90 import decode, prologue, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of
 from cutjax.kernels.sm90.constants import Constants
 from cutjax.kernels.sm90.operands import Way, decoded
@@ -58,6 +58,9 @@ class Features(NamedTuple):
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
       few_rows: it is a product of up to 64 rows.
       steps: in which a warpgroup decodes a k block; 0 where it decodes none.
+      factors: by which elements are multiplied as they are decoded: 0 by none, or where they multiply sums, 1 by those
+        of 16 bits, 2 by others, which are multiplied in float32.
+      rescaled: sums of a thread that are multiplied by factors, in a k block.
       sliced: four warpgroups decode, and share k blocks.
       promoted, scaled: the sums of each k block are added up apart; times scales.
       a_reads: how often a is read from shared memory, once for each part of the columns.
@@ -101,6 +104,8 @@ class Features(NamedTuple):
     fused: Any
     few_rows: Any
     steps: Any
+    factors: Any
+    rescaled: Any
     sliced: Any
     promoted: Any
     scaled: Any
@@ -194,6 +199,8 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
         "bk": c.bk,
         "stages": c.stages,
         "steps": c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
+        "factors": decode.multiplied(c, p),
+        "rescaled": decode.rescaled(c, p),
         "sliced": c.sliced,
         "promoted": kernel.way.each,
         "scaled": kernel.way.each and scales.scaled(p),
@@ -335,8 +342,9 @@ def costs(f: Features, c: Constants) -> Costs:
         c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block + c.scaled * f.scaled
     )
     if some(f.steps) or some(f.change):
-        fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
-        decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
+        more = c.unpacked * (f.packed < 0.5) + c.factor * minimum(f.factors, 1) + c.factor_f32 * (f.factors > 1)
+        fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + more)
+        decode = (c.step * f.steps + c.fragment * fragments + c.rescale * f.rescaled) * (1 - (1 - c.sliced) * f.sliced)
         decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
         power = 1 + (c.beside - 1) * f.halves
         multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)

@@ -88,7 +88,9 @@ class Facts:
         problem = self.problem
         if operands.decoded(problem.a, problem.bs[0]):
             most = 64 if self.heavy else 128  # beside two sets of fragments
-            of_slices = where((config.bm == 256) & (problem.a.bits == 8), 0, 16)  # beside more, wgmmas would wait
+            zeros = problem.groups is not None and problem.a.scale is not None and problem.a.scale.zero is not None
+            # Beside more, wgmmas would wait, or some registers spill.
+            of_slices = where((config.bm == 256) & (problem.a.bits == 8), 0, 8 if zeros else 16)
             return where(config.sliced, of_slices, most)
         if problem.a.gathered:
             return 128  # fewer registers are left beside a producer that copies

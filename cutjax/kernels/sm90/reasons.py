@@ -93,10 +93,11 @@ def checks(
             lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
         )
         yield (
-            config.sliced & (products > 1 or problem.groups is not None or prologue.is_in(problem)),
+            config.sliced
+            & (products > 1 or prologue.is_in(problem) or ((problem.groups is not None) & (config.bm == 256))),
             lambda: (
-                'schedule="sliced" of groups, of several products, or with a prologue: warpgroups have too few '
-                "registers"
+                'schedule="sliced" of several products, with a prologue, or of 256 rows in groups: warpgroups have too '
+                "few registers"
             ),
         )
         yield (
