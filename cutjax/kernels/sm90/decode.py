@@ -159,11 +159,6 @@ def unmeasured(problem: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, was not faster on a device; "" where all was."""
     if not decoded(problem.a, problem.bs[0]):
         return ""
-    scale, found = factors(problem), []
-    found += ["of several products"] * (problem.products > 1)
-    if scale:
-        found += ["with zero points"] * (scale.zero is not None)
-        ran = scale.dtype.name in ("float32", problem.bs[0].dtype.name)
-        found += [f"with scales in {short(scale.dtype.name)}"] * (not ran)
-        found += ["with scales in a batch"] * (math.prod(problem.batch) > 1)
+    found = ["of several products"] * (problem.products > 1)
+    found += ["with scales in a batch"] * (factors(problem) is not None and math.prod(problem.batch) > 1)
     return f"weights decoded {', '.join(found)}" if found else ""

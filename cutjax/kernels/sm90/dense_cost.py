@@ -219,11 +219,12 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
 
 
 def _columns(kernel: Resolved) -> Any:
-    """Returns the tiles along n; of groups those of all, the last of each being half full."""
+    """Returns the tiles along n; of groups those of all: the mean of equal groups, and of uneven ones, whose last tile is
+    half full."""
     if (groups := kernel.multiplied.groups_along("n")) == 1:
         return kernel.columns
-    width = kernel.config.bn * kernel.config.cluster_n
-    return groups * maximum(1.0, kernel.multiplied.n / groups / width + 0.5)
+    tiles = kernel.multiplied.n / groups / (kernel.config.bn * kernel.config.cluster_n)
+    return groups * (ceil(tiles) + maximum(1.0, tiles + 0.5)) / 2
 
 
 def _of_kernel(kernel: Resolved, device: Device) -> dict[str, Any]:

@@ -175,9 +175,11 @@ def _configs(facts: Facts, kind: Facts) -> Some:
     any_width, decoded = problem.bs[0].contiguous == "k", operands.decoded(problem.a, problem.bs[0])
     name = "promoted" if facts.way.each else "plain"
     name = "symmetric" if problem.symmetric and problem.layout == "nt" else "swapped" if swap else name
-    # Of groups, which are uneven, twice the average.
-    columns = 2 * -(-problem.n // groups) if (groups := problem.groups_along("n")) > 1 else problem.n
+    # Of groups, which are uneven, up to twice the average, and the width that holds all but few of them.
+    average = -(-problem.n // groups) if (groups := problem.groups_along("n")) > 1 else 0
+    columns = 2 * average or problem.n
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
+    few = tuple(sorted({*few, min(-(-3 * average // 16) * 8, 256)})) if few and average else few
     whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
     depth, k = _config().depth(problem), problem.k * len(facts.way.pairs)
     depths = _DEPTHS if facts.staging.operands else _DEPTHS[:3]
