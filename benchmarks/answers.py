@@ -187,8 +187,22 @@ ANSWERS = (
         "quantized-h200",
         _rows_up_to(16),
         more="quantized.md#what-runs",
-        brief="8-bit weights, 1 to 16 rows",
-        label="8-bit weights, 1 to 16 rows",
+    ),
+    Answer(
+        "4-bit weights with scales of 128 of k, 1 to 256 rows, by kernels",
+        "XLA, dequantizing",
+        "low-precision-weights-h200",
+        lambda row: "bfloat16 x int4" in row.name and "8g" not in row.name and _rows_up_to(256)(row),
+        more="quantized.md#what-runs",
+        brief="4-bit weights, 1 to 256 rows",
+        label="4-bit weights, 1 to 256 rows",
+    ),
+    Answer(
+        "4-bit weights of 8 experts, 16 to 256 tokens each, by kernels",
+        "XLA, dequantizing",
+        "low-precision-weights-h200",
+        lambda row: "x int4" in row.name and "8g" in row.name,
+        more="quantized.md#what-runs",
     ),
     Answer("complex64 by default", XLA, "dtypes-h200", _ends(" complex64"), more="mma-kernels.md#what-was-measured"),
     Answer(
@@ -265,6 +279,13 @@ LOSES = (
         "XLA, converting",
         "quantized-h200",
         lambda row: not _rows_up_to(16)(row),
+        more="quantized.md#what-runs",
+    ),
+    Answer(
+        '4-bit weights by 4096 rows, by kernels ("auto" leaves them to XLA)',
+        "XLA, dequantizing",
+        "low-precision-weights-h200",
+        _of("4096x14336x4096"),
         more="quantized.md#what-runs",
     ),
     Answer(

@@ -153,7 +153,7 @@ class Sizes:
         return where(deep & ((self.m_blocks == 1) | (self.bn * (1 + self.by_sums(problem)) <= FEW)), 4, 2)
 
     def by_sums(self, problem: Problem) -> Any:
-        """Returns whether factors of a that is decoded multiply the float32 sums of their k, and not each element.
+        """Returns True if the factors of a decoded operand multiply the float32 sums of their k, and not each element.
 
         Where a thread has few sums, they are fewer than the elements, and those of one k have room beside all.
         """

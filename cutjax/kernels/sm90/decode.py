@@ -37,14 +37,14 @@ def _factor(scale: Scale, wide: np.dtype) -> str | None:
 
 
 def multiplied(config: Sizes, problem: Problem) -> Any:
-    """Returns by what elements are multiplied as they are decoded: 0 nothing, 1 scales of 16 bits, 2 others."""
+    """Returns a number for the factors of elements: 0 for none, 1 for scales of 16 bits, 2 for others."""
     if (scale := factors(problem)) is None:
         return 0
     return where(config.by_sums(problem), 0, 1 if _factor(scale, problem.bs[0].dtype) == "halves" else 2)
 
 
 def rescaled(config: Sizes, problem: Problem) -> Any:
-    """Returns how many sums of a thread are multiplied by scales in a stage."""
+    """Returns the number of sums of a thread that are multiplied by scales in a stage."""
     return where(config.by_sums(problem), config.accumulator_registers * problem.products, 0) * factor_rows(
         config, problem
     )
@@ -128,7 +128,7 @@ def multiply(problem: Problem) -> str:
 
 
 def unit(problem: Problem) -> int:
-    """Returns how many times as small as they are elements are decoded, where that is to bytes of float8."""
+    """Returns the factor by which elements are too small once they are decoded to bytes of float8."""
     return 2**6 if problem.a.dtype.name == "float4_e2m1fn" else 2**9
 
 
