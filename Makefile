@@ -10,14 +10,14 @@
 #   make clean    remove the virtual environment and everything built
 #
 # Variables: PYTHON=python3.13 (3.11 or newer), VENV=folder, JAX="jax==0.10.0" (what pip is asked for), JOBS=2 (pytest
-# workers), SHARE=1 (all parameter sets of each test; by default a sixth, others in another tree), PYTEST_ARGS="-k name",
+# workers), SHARE=1 (all parameter sets of each test; by default an eighth, others in another tree), PYTEST_ARGS="-k name",
 # DEMO_ARGS="--steps 50", BENCH_ARGS, SITE.
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?= jax
 JOBS ?= 2
-SHARE ?= 6
+SHARE ?= 8
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SITE ?= build/site
