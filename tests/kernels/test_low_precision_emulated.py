@@ -94,6 +94,24 @@ def test_warpgroups_that_share_k_blocks(name, seed):
     np.testing.assert_array_equal(got, x.astype(np.float32) @ wide[0])
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_warpgroups_without_a_block_of_k_begin_the_epilogue(seed):
+    """Contractions of two blocks between four warpgroups, and tiles one after the other: one that stores has none."""
+    rng, (m, n, k), sizes = np.random.default_rng(seed), (11, 96, 128), (4, 7)
+    w, wide = Weights("int8").drawn(rng, len(sizes), k, n)
+    x, residual = (rng.integers(-2, 3, shape).astype(jnp.bfloat16) for shape in ((m, k), (m, n)))
+
+    def added(x, w, residual, **how):
+        def epilogue(acc, r):
+            return acc + r.astype(acc.dtype)
+
+        return cutjax.grouped_gemm(x, w, np.array(sizes), epilogue=epilogue, operands=(residual,), **how)
+
+    config = SWAPPED | {"bm": 64, "bn": 8, "schedule": "sliced", "stages": 8, "sms": 1}
+    got = run(added, x, w, residual, config=config, out_dtype=jnp.float32)
+    np.testing.assert_array_equal(got, cases.in_groups(x, sizes, wide) + residual.astype(np.float32))
+
+
 def test_an_epilogue_of_groups():
     """Operands of groups, of rows and of full size beside two products; groups from the second on."""
     rng, sizes, g, m, k, n = np.random.default_rng(1), np.array([2, 5, 0, 7, 3], np.int32), 3, 20, 64, 96

@@ -173,6 +173,8 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
     load(shared.a(pipe.stage), 0);
     if constexpr (Changes::EVER) changes.block(shared.b(pipe.stage), barrier);
     weights.get(fragments, words, factors[0]);
+  } else {
+    begun();
   }
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
