@@ -353,6 +353,10 @@ def test_what_is_refused():
     assert "each has as many of its own" in why("int4", schedule="sliced", stages=5)
     assert "4 stages of 4 groups" in why("int8", bm=64, schedule="sliced", stages=4)
     assert "decoding weights to 16 bits" in why("bfloat16", schedule="sliced", stages=4)
+    in_place = problem_of("float8_e5m2", "nn", "float16", None, (16, 64, 64))  # ptxas serializes its wgmmas
+    found = sm90.resolve(in_place, Config(64, 8, 64, 8, schedule="sliced", swap=True))
+    assert isinstance(found, tuple)
+    assert "wgmmas wait for registers" in found[0]
     config = Config(256, 8, 64, 8, schedule="sliced", swap=True)
     assert "too few registers" in "; ".join(
         sm90.resolve(problem_of("int8", "nn", "bfloat16", None, (16, 64, 64), groups=2), config)

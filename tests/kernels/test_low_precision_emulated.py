@@ -94,6 +94,13 @@ def test_warpgroups_that_share_k_blocks(name, seed):
     np.testing.assert_array_equal(got, x.astype(np.float32) @ wide[0])
 
 
+def test_halves_of_float4_are_denormals_of_bfloat16_on_the_way():
+    v = np.resize(np.array([0.5, -0.5], np.float32), (64, 256)).astype(jnp.float4_e2m1fn)
+    x = np.eye(64)[:16].astype(jnp.bfloat16)
+    got = run(cutjax.gemm, x, v, config=SWAPPED, out_dtype=jnp.float32)
+    np.testing.assert_array_equal(got, v[:16].astype(np.float32))
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_warpgroups_without_a_block_of_k_begin_the_epilogue(seed):
     """Contractions of two blocks between four warpgroups, and tiles one after the other: one that stores has none."""

@@ -92,6 +92,14 @@ def checks(
             config.sliced & (not operands.in_halves(problem.a, problem.bs[0])),
             lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
         )
+        in_place = (problem.a.dtype.name, problem.bs[0].dtype.name) == ("float8_e5m2", "float16")
+        yield (
+            config.sliced & in_place & (config.bk == 64),
+            lambda: (
+                'schedule="sliced" with bk=64 of float8_e5m2 beside float16: decoding is one instruction, and wgmmas '
+                "wait for registers that it writes"
+            ),
+        )
         yield (
             config.sliced
             & (products > 1 or prologue.is_in(problem) or ((problem.groups is not None) & (config.bm == 256))),

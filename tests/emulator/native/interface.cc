@@ -1,5 +1,7 @@
 // What device.py calls.
 
+#include <cfenv>
+
 #include "machine.h"
 
 namespace {
@@ -50,6 +52,11 @@ struct Request {
 // Runs a launch; returns 0, or 1 and what is wrong in `message`. `executed` is how many instructions of threads ran.
 int emulator_run(const Request* r, char* message, i64 message_bytes, i64* executed) {
   constexpr int ROW = 10;
+  struct Environment {  // XLA's threads flush denormal numbers, GPUs do not
+    std::fenv_t before;
+    Environment() { std::fegetenv(&before), std::fesetenv(FE_DFL_ENV); }
+    ~Environment() { std::fesetenv(&before); }
+  } environment;
   Machine m;
   m.pool.assign(r->pool, r->pool + r->pooled);
   for (i64 n = 0; n < r->instructions; ++n) {
