@@ -142,7 +142,7 @@ def _narrow_us(p: Problem, into: Problem, device: Device) -> float | None:
     of_wide, operands = time_us(into), (p.a, *p.bs)
     if of_wide is None:
         return None
-    if any(x.scale for x in operands):
+    if any(x.scale and x.scale.k < p.k for x in operands):
         return of_wide + DEQUANTIZED * converted_us(widened(p, into), device)
     eight = [dataclasses.replace(x, bits=8, scale=None) if x.bits < 16 else x for x in operands]
     read = dataclasses.replace(p, a=eight[0], bs=tuple(eight[1:])).bytes

@@ -62,7 +62,7 @@ CASES = {
     "mx": (
         cutjax.grouped_gemm,
         (aval(64, 4096), weights(jnp.float4_e2m1fn, E8M0, 32, 8, 4096, 4096), SIZES),
-        r"sm90_bf16xf4_e2m1fnby32f8_e8m0fnu_nn_.*_swap_groups_m$",
+        r"sm90_bf16xf4_e2m1fnby32f8_e8m0fnu_nn_256x.*_swap_groups_m$",
         "",
         ["64x4096xbf16", "8x4096x4096xf4E2M1FN", "8xi32", "8x128x4096xf8E8M0FNU"],
     ),

@@ -36,7 +36,7 @@ def _factor(scale: Scale, wide: np.dtype) -> str | None:
     return "halves" if scale.dtype == wide else _FACTORS.get(scale.dtype.name)
 
 
-def multiplied(config: Sizes, problem: Problem) -> Any:
+def factor_kind(config: Sizes, problem: Problem) -> Any:
     """Returns a number for the factors of elements: 0 for none, 1 for scales of 16 bits, 2 for others."""
     if (scale := factors(problem)) is None:
         return 0
@@ -45,9 +45,8 @@ def multiplied(config: Sizes, problem: Problem) -> Any:
 
 def rescaled(config: Sizes, problem: Problem) -> Any:
     """Returns the number of sums of a thread that are multiplied by scales in a stage."""
-    return where(config.by_sums(problem), config.accumulator_registers * problem.products, 0) * factor_rows(
-        config, problem
-    )
+    sums = config.accumulator_registers * problem.products * factor_rows(config, problem)
+    return where(config.by_sums(problem), sums, 0)
 
 
 def factor_rows(config: Sizes, problem: Problem) -> Any:

@@ -199,7 +199,7 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
         "bk": c.bk,
         "stages": c.stages,
         "steps": c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
-        "factors": decode.multiplied(c, p),
+        "factors": decode.factor_kind(c, p),
         "rescaled": decode.rescaled(c, p),
         "sliced": c.sliced,
         "promoted": kernel.way.each,
