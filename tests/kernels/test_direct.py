@@ -99,8 +99,19 @@ def test_toeplitz_matrices_are_exact(images, image, window, channels, low, confi
     flipped = Taps(window, window, tuple(k - 1 for k in window), (-1, -1), channels)
     problem = convolution.forward(view, channels, flipped, transposed=True, out_dtype="float32")
     found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, parts, True))
-    (got,) = run(found, (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), tmp_path)
-    np.testing.assert_array_equal(got, windows.forward(x, w, view, channels, flipped, "k"))
+    arrays, acc = (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), windows.forward(x, w, view, channels, flipped, "k")
+    (got,) = run(found, arrays, tmp_path)
+    np.testing.assert_array_equal(got, acc)
+    shapes = [(view.rows, 1), (1, channels), (view.rows, channels)]
+    operands = [rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
+
+    def function(acc, row, column, both):
+        return acc + both, acc * column + row * both - jax.lax.broadcasted_iota(jnp.float32, acc.shape, 1)
+
+    got = run(family.resolve(epilogue(problem, function, *shapes), found.config), (*arrays, *operands), tmp_path)
+    row, column, both = operands
+    np.testing.assert_array_equal(got[0], acc + both)
+    np.testing.assert_array_equal(got[1], acc * column + row * both - np.arange(channels))
     g = rng.integers(-1, 2, (view.rows, channels))
     problem = convolution.weight_gradient(view, channels, out_dtype="float32")
     found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, parts, True))

@@ -127,13 +127,14 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: stages of pixels, and of a result two steps' rows."""
+        """Shared memory of a block: stages of pixels, and two steps' rows of a result, or of sums."""
         places = STRIP * self.strips
         pitches = [(self.subs * x + 27) // 32 * 32 + 4 for x in (places + STRIP, places)]
         if self.geometry.gradient:
             return 4 * self.lanes * max(self.config.ahead * STEP * sum(pitches), 2 * FRAGMENT * 9)
         of_result = STRIP * FRAGMENT + (2 if self.lanes > 8 else 4)
-        words = sum(np.dtype(out.dtype).itemsize // 2 for out in self.problem.epilogue.outputs)
+        epilogue = self.problem.epilogue
+        words = np.dtype(epilogue.outputs[0].dtype).itemsize // 2 if epilogue.primal.plain else 2  # else sums
         return 4 * self.lanes * STEP * (self.config.ahead * pitches[0] + 2 * of_result * words)
 
     @property

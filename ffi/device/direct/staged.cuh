@@ -93,13 +93,14 @@ DEVICE void clear(u32 base, int bytes) {
   for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) st_shared_v4(base + i, 0, 0, 0, 0);
 }
 
-// The place, and the 8 channels of it, that a thread copies of each row of results; from which element on.
+// The place, and the 8 channels of it from `channel` on, that a thread has of each row of results, of some image.
 struct Own {
-  int place, pair, channels;  // of 8 those that there are; none or less of a place that is not there
-  i64 at;
+  int place, pair, column, channel, channels, image;  // of 8 channels those that there are, or less
 
-  DEVICE Own(const Work& work, int channels) : place(threadIdx.x / (WARPS / 4)), pair(threadIdx.x % (WARPS / 4) * 4) {
-    this->channels = place < TAKEN * 8 ? channels - work.channel - 2 * pair : 0;
+  DEVICE Own(const Work& work, const Chunks& of, int columns, int all_channels)
+      : place(threadIdx.x / (WARPS / 4)), pair(threadIdx.x % (WARPS / 4) * 4) {
+    column = work.column + place % SUB_PLACES, channel = work.channel + 2 * pair, channels = all_channels - channel;
+    image = place < TAKEN * 8 && column < columns && channels > 0 ? work.group * SUBS + place / SUB_PLACES : of.images;
   }
 };
 
@@ -124,6 +125,15 @@ struct Staged {
     }
   }
 
+  // The elements of a thread's channels from `v` on.
+  template <int COUNT>
+  static DEVICE void take(const u32* buffer, const Own& own, int v, Acc (&to)[COUNT]) {
+    static_assert(SIZE<D> == 4);
+    const u32* from = buffer + (own.pair + v / 2) * PITCH + own.place * EACH;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) to[i] = __uint_as_float(from[i / 2 * PITCH + i % 2]);
+  }
+
   static DEVICE void copy(const u32* buffer, char* d, const Own& own) {
     const u32* from = buffer + own.pair * PITCH + own.place * EACH;
 #pragma unroll
@@ -132,7 +142,7 @@ struct Staged {
       u32 words[4] = {};
 #pragma unroll
       for (int i = 0; i < BYTES / 4; ++i) words[i] = from[(v / 2 + i / EACH) * PITCH + i % EACH];
-      st_global<BYTES>(d + (own.at + v) * SIZE<D>, Bytes16{words[0], words[1], words[2], words[3]});
+      st_global<BYTES>(d + v * SIZE<D>, Bytes16{words[0], words[1], words[2], words[3]});
     }
   }
 };

@@ -59,33 +59,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         __byte_perm(two[i % 2 * 2].words[0], two[i % 2 * 2 + 1].words[0], i / 2 % 2 ? 0x7632 : 0x5410);
   }
 
-  int pixels = of.images * grid_h * grid_w;
-  Extras extras(pixels, images.channels EXTRAS_ARGUMENTS);
-  if (channel < images.channels) extras.begin(channel);
-  Own own(work, images.channels);
-  int own_column = work.column + own.place % SUB_PLACES, own_image = work.group * SUBS + own.place / SUB_PLACES;
-  if (own_column >= grid_w || own.channels <= 0) own_image = 1 << 30;  // of no row
-  i64 result_row = static_cast<i64>(grid_w) * images.channels;
-  own.at = (static_cast<i64>(own_image) * grid_h + work.row) * result_row +
-           static_cast<i64>(own_column) * images.channels + work.channel + 2 * own.pair;
-  i64 result_jump = (static_cast<i64>(work.by) * SUBS * grid_h - (work.end - work.row)) * result_row;
+  Extras extras(of.images * grid_h * grid_w, images.channels EXTRAS_ARGUMENTS);
+  Own own(work, of, grid_w, images.channels);
 
   u32 strips[2];  // this lane's, of those in `from`
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     strips[h] = 4 * (warp * Pixels::PITCH + 4 * part + Pixels::at(min(quad + 8 * h, TAKEN - 1)));
   float sums[WINDOW_H][2][4];
-  int row = first, group = work.group, buffer = 0;
+  int row = first, buffer = 0;
   int ended = work.row - STEP;  // of the rows of the result, the first that the last step ended
   u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
+  // Of the rows that the last step ended; those that the next one will end are asked for.
   auto copy = [&] {
 #pragma unroll
-    for (int r = 0; r < STEP; ++r) {
-      if (ended + r < work.row || ended + r >= work.end) continue;
-      if (own_image < of.images) copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own);
-      own.at += result_row;
+    for (int r = 0; r < 2 * STEP; ++r) {
+      int result_row = ended + r;
+      if (r == STEP && result_row >= work.end) own.image += work.by * SUBS;
+      if (result_row < work.row || result_row >= work.end || own.image >= of.images) continue;
+      int pixel = (own.image * grid_h + result_row) * grid_w + own.column;
+      if (r < STEP)
+        copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own, pixel);
+      else
+        extras.fetch(pixel, own.channel);
     }
-    if (ended + STEP >= work.end) own.at += result_jump, own_image += work.by * SUBS;
   };
   auto step = [&](auto phase) {
     cp_async_wait_group<STAGES - 2>();
@@ -117,12 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (ended + r >= work.row && ended + r < work.end) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          int strip = quad + j / 2 * 8, column = strip % STRIPS * 8 + 2 * part + j % 2;
-          int pixel = ((group * SUBS + strip / STRIPS) * grid_h + ended + r) * grid_w + work.column + column;
-          const Done values{{sum[0][j], sum[1][j]}};
-          if (channel >= images.channels) continue;
-          u32* of_row = staged + (buffer + r) * STAGED_WORDS;
-          stage_results(extras, values, min(pixel, pixels - 1), channel, of_row, warp, 8 * strip + column % 8);
+          const Acc two[2] = {sum[0][j], sum[1][j]};
+          stage(staged + (buffer + r) * STAGED_WORDS, warp, 8 * (quad + j / 2 * 8) + 2 * part + j % 2, two);
         }
       }
     }
@@ -132,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     return row != end;
   };
 #pragma unroll 1
-  for (; left > 0; row = first, group += work.by) {
+  for (; left > 0; row = first) {
 #pragma unroll
     for (int j = 0; j < 8 * WINDOW_H; ++j) sums[j / 8][j / 4 % 2][j % 4] = 0;
 #pragma unroll 1
