@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cubin import check_lean
 from windows import KINDS, asked, view
+from windows import windows as matrix_of
 
 import cutjax
 from cutjax.epilogue.trace import trace
@@ -204,3 +205,22 @@ def test_patches_are_windows_of_images_of_their_own():
     assert (taken.images, taken.image, taken.grid, taken.channels) == (8 * 14, (16, 14), (1, 14), 48)
     assert (taken.window, taken.strides, taken.rows) == ((16, 1), (1, 1), of.rows)
     assert not family.reasons(problem)
+
+
+@pytest.mark.parametrize("kind", ["in order", "weights"])
+@pytest.mark.parametrize("window", [(4, 4), (2, 3, 7)])
+def test_patches_whose_rows_are_not_of_16_bytes_are_a_matrix(kind, window):
+    """Of 3 channels, with padding where the matrix has such rows too; the product is a plain one."""
+    of = view(2, tuple(5 * size for size in window), window, 3, window)
+    problem = asked(of, 64, kind)
+    images = np.random.default_rng(0).integers(-9, 9, (2, *problem.a.array(problem.m, problem.k)))
+    (made,) = operands.prepared(problem)
+    (found,) = made.made(jnp.asarray(images))
+    assert found.dtype.itemsize * found.shape[-1] % 16 == 0
+    for x, matrix in zip(images, found[..., : of.columns], strict=True):
+        view_of = problem.a.view
+        expected = matrix_of(x.reshape(view_of.images, *view_of.image, view_of.channels), view_of)
+        np.testing.assert_array_equal(matrix, expected.reshape(view_of.rows, view_of.columns))
+    multiplied = operands.as_multiplied(problem)
+    assert multiplied.a.view is None
+    assert (multiplied.m, multiplied.n, multiplied.k) == (problem.m, problem.n, problem.k)

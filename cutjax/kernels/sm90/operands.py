@@ -147,6 +147,8 @@ def as_multiplied(problem: Problem) -> Problem:
     if problem.a.dtype == C64:
         a, b = (x.of(F32).along_k for x in (problem.a, problem.bs[0]))
         return dataclasses.replace(problem, n=2 * problem.n, k=2 * problem.k, a=a, bs=(b,), epilogue=identity(F32, F32))
+    if windows.patches(problem):
+        problem = dataclasses.replace(problem, a=dataclasses.replace(problem.a, view=None))
     dtype = way(problem).dtype
 
     def taken(operand: Operand) -> Operand:
@@ -170,7 +172,7 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
     view = windows.view_of(p)
     for buffer, (name, operand, given, length, matrices, k) in _arrays(problem, p):
         own = windows.steps(problem, name)
-        if own and name == "a":  # of images, which are larger then
+        if own and view and name == "a":  # of images, which are larger then
             found.append(_images(problem, taken))
             continue
         rows, size = operand.array(length, k)

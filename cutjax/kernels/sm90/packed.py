@@ -23,8 +23,49 @@ _PACKED = 0.7
 
 
 def view_of(problem: Problem) -> Im2col | None:
-    """Returns the windows that a problem's a is of; None of any other."""
-    return problem.a.view if isinstance(problem.a.view, Im2col) else None
+    """Returns the windows by which kernels read a problem's a; None of any other, and of `patches`."""
+    view = problem.a.view
+    return view if isinstance(view, Im2col) and not patches(problem) else None
+
+
+def patches(problem: Problem) -> Im2col | None:
+    """Returns the windows of a problem whose a is copied as the matrix of them, before a plain product.
+
+    They lie side by side, so the matrix has the images' elements, in another order. Those whose rows TMA can walk are
+    read where they lie.
+    """
+    view = problem.a.view
+    if not isinstance(view, Im2col) or problem.bs[0].view is not None or problem.a.dtype.kind == "c":
+        return None
+    return view if _side_by_side(view) and problem.a.bytes(view.channels) % 16 else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _side_by_side(view: Im2col) -> bool:
+    """True if windows share no pixel, leave none out, and are not single."""
+    axes = zip(view.image, view.grid, view.window, view.strides, view.dilation, view.spread, view.low, strict=True)
+    whole = all(
+        image == grid * window and (stride == window or grid == 1) and rest == [1, 1, 0]
+        for image, grid, window, stride, *rest in axes
+    )
+    return whole and view.groups == 1 and view.taps > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfold:
+    """Patches of images as rows of a matrix."""
+
+    view: Im2col
+    note: str = "in rows of patches"
+
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the matrix ``[windows, taps * channels]`` of images ``[pixels, channels]``."""
+        view, lead = self.view, x.shape[:-2]
+        axes = [size for axis in zip(view.grid, view.window, strict=True) for size in axis]
+        x = x.reshape(*lead, view.images, *axes, view.channels)
+        first, count = len(lead) + 1, len(view.grid)
+        order = (*range(first), *range(first, first + 2 * count, 2), *range(first + 1, first + 2 * count, 2), x.ndim - 1)
+        return (x.transpose(order).reshape(*lead, view.rows, view.columns),)
 
 
 def size_of(problem: Problem) -> int:

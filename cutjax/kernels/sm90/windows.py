@@ -17,11 +17,13 @@ from cutjax.kernels.sm90.packed import (
     Join,
     PackWeights,
     PadImages,
+    Unfold,
     apart,
     chunk_of,
     in_order,
     packed,
     padded_to,
+    patches,
     size_of,
     spread,
     taken,
@@ -86,7 +88,9 @@ def depth(multiplied: Problem) -> int:
 
 
 def steps(problem: Problem, name: str) -> list[Step]:
-    """Returns the steps that make an operand what a kernel reads, of packed images or joined groups."""
+    """Returns the steps that make an operand what a kernel reads, of patches, packed images or joined groups."""
+    if name == "a" and (of_patches := patches(problem)):
+        return [Unfold(of_patches)]
     view, of, b = view_of(problem), taken(problem), problem.bs[0]
     if view is None or of is None or view == of:
         return []
