@@ -110,9 +110,7 @@ def copied(graph: Graph, region: Region) -> int:
 
 def _is_last(graph: Graph, node: int, eqn: Any, x: Any) -> bool:
     """True if the equation is the last to read a variable, which has memory of its own."""
-    if is_literal(x) or x in graph.outvars or list(eqn.invars).count(x) != 1:
-        return False
-    if graph.consumers[x] != {node} and not graph.is_after(node, graph.consumers[x] - {node}):
+    if is_literal(x) or list(eqn.invars).count(x) != 1 or not _is_read_before(graph, node, x):
         return False
     if x in graph.definition or graph.given.get(x, False):
         return True
@@ -121,6 +119,23 @@ def _is_last(graph: Graph, node: int, eqn: Any, x: Any) -> bool:
         return False
     name = graph.eqns[i].primitive.name
     return name not in _SAME_MEMORY and (name not in BODIES or graph.is_pointwise(i))
+
+
+def _is_read_before(graph: Graph, node: int, x: Any) -> bool:
+    """True if all that reads a variable, but for one node, has run before that.
+
+    What is pointwise of it may be computed anew wherever that is read: it must have been read before, too.
+    """
+    seen, todo = set(), [x]
+    while todo:
+        x = todo.pop()
+        readers = graph.consumers.get(x, set()) - {node} - seen
+        passes = {i for i in readers if i < len(graph.eqns) and graph.is_pointwise(i)}
+        if x in graph.outvars or not graph.is_after(node, readers - passes):
+            return False
+        todo += [out for i in passes for out in graph.eqns[i].outvars]
+        seen |= readers
+    return True
 
 
 def passes(graph: Graph, region: Region) -> tuple[int, int, int]:

@@ -53,6 +53,21 @@ def test_memory_that_is_read_later_is_not_shared():
         assert shared(always(functools.partial(block, more=more)), *args) == [()]
 
 
+def test_what_passes_make_of_memory_is_read_before_it_is_shared():
+    """As in ResNet's gradients: a weight's reads what a pass makes of the residual's, which XLA computes again for it."""
+
+    def block(x, w, y, between):
+        h = jax.lax.sort(y)
+        scaled_h = 2 * h
+        return between(x, jax.lax.sort(scaled_h)) @ w + h, jax.lax.sort(scaled_h.T)
+
+    args = X, W, scaled(6, (64, 48), BF16)
+    before = always(functools.partial(block, between=lambda x, z: x + z[:, :32]))
+    assert shared(before, *args) == [()]
+    alone = always(lambda *args: block(*args, between=lambda x, z: x + z[:, :32])[0])
+    assert shared(alone, *args) == [((0, 0),)]
+
+
 def test_an_operand_of_the_product_is_not_written_over():
     def residual(x, w):
         h = jax.lax.sort(x)
