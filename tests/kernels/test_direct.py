@@ -102,16 +102,19 @@ def test_toeplitz_matrices_are_exact(images, image, window, channels, low, confi
     arrays, acc = (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), windows.forward(x, w, view, channels, flipped, "k")
     (got,) = run(found, arrays, tmp_path)
     np.testing.assert_array_equal(got, acc)
-    shapes = [(view.rows, 1), (1, channels), (view.rows, channels)]
+    shapes = [(view.rows, 1), (1, channels), *[(view.rows, channels)] * 2]
     operands = [rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
+    row, column, both, other = operands
+    given = [row, column, both.astype(jnp.bfloat16), other]  # of 16 bits: through shared memory
 
-    def function(acc, row, column, both):
-        return acc + both, acc * column + row * both - jax.lax.broadcasted_iota(jnp.float32, acc.shape, 1)
+    def function(acc, row, column, both, other):
+        x, at = both.astype(jnp.float32), jax.lax.broadcasted_iota(jnp.float32, acc.shape, 1)
+        return (acc + x).astype(jnp.bfloat16), acc * column + row * x + other - at
 
-    got = run(family.resolve(epilogue(problem, function, *shapes), found.config), (*arrays, *operands), tmp_path)
-    row, column, both = operands
+    found = family.resolve(epilogue(problem, function, *given), dataclasses.replace(found.config, ahead=2))
+    got = run(found, (*arrays, *given), tmp_path)
     np.testing.assert_array_equal(got[0], acc + both)
-    np.testing.assert_array_equal(got[1], acc * column + row * both - np.arange(channels))
+    np.testing.assert_array_equal(got[1], acc * column + row * both + other - np.arange(channels))
     g = rng.integers(-1, 2, (view.rows, channels))
     problem = convolution.weight_gradient(view, channels, out_dtype="float32")
     found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, parts, True))
@@ -147,9 +150,9 @@ def test_windows_that_slide_are_exact(case, tmp_path):
     np.testing.assert_array_equal(got, windows.forward(x, w, view, channels, taps, contiguous).astype(got.dtype))
 
 
-def epilogue(problem, function, *shapes):
+def epilogue(problem, function, *operands):
     acc = jax.ShapeDtypeStruct((problem.m, problem.n), jnp.float32)
-    traced = trace(function, [acc], [jnp.zeros(shape) for shape in shapes])
+    traced = trace(function, [acc], [jnp.asarray(x) for x in operands])
     return problem.fused(traced.epilogue)
 
 
@@ -166,7 +169,7 @@ def test_an_epilogue_of_every_operand(tmp_path):
 
     x, w = rng.integers(-3, 4, (2, 5, 6, n)), rng.integers(-3, 4, (3, 3, 1, n))
     operands = [rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
-    for found in kernels(epilogue(asked, function, *shapes))[:2]:
+    for found in kernels(epilogue(asked, function, *operands))[:2]:
         arrays = [x.astype(np.float32), w.astype(np.float32), *operands]
         row, column, both, one = operands
         acc = windows.forward(x, w, view, n)

@@ -8,13 +8,12 @@ from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.direct.geometry import places_of
 from cutjax.kernels.direct.resolved import Resolved, accumulator_of
 from cutjax.kernels.direct.text import epilogue_text, source
-from cutjax.kernels.direct.toeplitz import STEP
 from cutjax.kernels.entry import Entry
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.launch import Pointer
 
 SUM_THREADS, MOST_SLICES = 512, 16
-MOST_INLINED = 120  # instructions of an epilogue, of which a kernel has a copy for each row of all steps
+MOST_INLINED = 60  # instructions of an epilogue, of which a kernel has a copy for each place of a strip; of all steps
 _TENSOR = ("mma/atoms.cuh", "mma/math.cuh", "mma/instruction.cuh")
 
 
@@ -45,8 +44,8 @@ def _epilogue(kernel: Resolved) -> tuple[str, bool, bool]:
     if kernel.geometry.gradient:
         return "1", False, False
     toeplitz = kernel.config.toeplitz
-    copies = STEP * kernel.geometry.rows.window if toeplitz else 1  # of the code of a row
-    return "UNIT" if toeplitz else "COLUMNS", copies * instructions(kernel.problem.epilogue) > MOST_INLINED, toeplitz
+    copies = kernel.geometry.rows.window if toeplitz else 1  # of the code of a step
+    return "2" if toeplitz else "COLUMNS", copies * instructions(kernel.problem.epilogue) > MOST_INLINED, toeplitz
 
 
 def _constants(kernel: Resolved) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from cutjax.kernels.direct import slide, toeplitz
@@ -110,8 +111,11 @@ def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
         return
     device, grid = problem.device, geometry.rows.grid
     for warps, blocks, stages in ((8, 2, 4), (16, 1, 4), (8, 3, 3)):
-        config = Config(2, 8, grid, warps, 32 * warps, stages, blocks, 1, True)
-        whole = toeplitz.Shape(problem, config, geometry)
+        for ahead in range(stages, 1, -1):  # as many as there is room for
+            config = Config(2, 8, grid, warps, 32 * warps, ahead, blocks, 1, True)
+            whole = toeplitz.Shape(problem, config, geometry)
+            if whole.shared_bytes <= whole.most_bytes:
+                break
         slots = max(1, device.sms * blocks // whole.tiles)  # of the same channels
         wanted = min(-(-slots // (whole.groups * whole.pieces)), -(-grid // (2 * geometry.rows.window)))
         for rows in dict.fromkeys(-(-grid // chunks) for chunks in (1, 2, 4, max(1, wanted))):
@@ -119,4 +123,4 @@ def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
             rounds = [-(-whole.groups * kinds // (waves * slots)) for waves in (1, 2, 3)]
             even = [-(-whole.groups // each) for each in rounds]  # of blocks with as many groups, none waits for others
             for parts in dict.fromkeys([*even, min(max(1, slots // kinds), whole.groups)]):
-                yield Config(2, 8, rows, warps, 32 * warps, stages, blocks, min(kinds * parts, MOST_PARTS), True)
+                yield dataclasses.replace(config, rows=rows, parts=min(kinds * parts, MOST_PARTS))

@@ -48,29 +48,38 @@ def epilogue_text(
     """Returns the text of an epilogue of ``count`` neighbours of a row, with its operands' loads and results' stores.
 
     Those of operands that rows share are loaded once. Where it is ``called`` the kernel has one copy of it;
-    ``by_stages`` results go through shared memory, or sums do where there is more to compute than a result's dtype.
+    ``by_stages`` results go through shared memory, and `planes` of operands, whose words it is told.
     """
-    fields, initial, first, loads, values, fetched = [], [], [], [], [], []
+    fields, initial, first, loads, values = [], [], [], [], []
+    in_planes = planes(epilogue) if by_stages else []
     for i, spec in enumerate(epilogue.operands):
         vector = f"Vector<Dtype::{DTYPES[spec.dtype].stored}, {count if spec.col else 1}>"
         size = np.dtype(spec.dtype).itemsize
         fields.append(f"const char* base{i};")
         initial.append(f"base{i}(base{i})")
         values.append(f"x{i}[{'i' if spec.col else '0'}]")
-        if spec.row:
-            at = f"base{i} + " + (f"element(row, column) * {size}" if spec.col else f"row * {size}ll")
-            loads.append(f"{vector} x{i};\n  x{i}.load(extras.{at.replace('element', 'extras.element')});")
-            fetched.append(f"prefetch({at});")
+        if i in in_planes:
+            loads.append(f"{vector} x{i};\n  x{i}.words[0] = done.beside[{in_planes.index(i)}];")
+        elif spec.row:
+            at = f"(static_cast<i64>(row) * extras.n + column) * {size}" if spec.col else f"row * {size}ll"
+            loads.append(f"{vector} x{i};\n  x{i}.load(extras.base{i} + {at});")
         else:
             fields.append(f"{vector} x{i};")
             first.append(f"x{i}.load(base{i}{f' + column * {size}ll' * spec.col});")
             values[-1] = f"extras.{values[-1]}"
-    stores = []
+    at = "(static_cast<i64>(row) * extras.n + column)"
+    stores, staged, copied, slots = [], [], [], ["0"]
     for i, out in enumerate(epilogue.outputs):
         fields.append(f"char* d{i};")
         initial.append(f"d{i}(d{i})")
-        at = f"extras.d{i} + extras.element(row, column) * {np.dtype(out.dtype).itemsize}"
-        stores.append(f"Vector<Dtype::{DTYPES[out.dtype].stored}, {count}>::store({at}, found.y{i});")
+        dtype = f"Dtype::{DTYPES[out.dtype].stored}"
+        stores.append(
+            f"Vector<{dtype}, {count}>::store(extras.d{i} + {at} * {np.dtype(out.dtype).itemsize}, found.y{i});"
+        )
+        slot = f"buffer + {' + '.join(slots)}"
+        staged.append(f"Staged<{dtype}>::stage({slot}, warp, place, found.y{i});")
+        copied.append(f"Staged<{dtype}>::copy({slot}, extras.d{i}, own);")
+        slots.append(f"Staged<{dtype}>::WORDS")
     declared = [f"{DTYPES[out.dtype].carrier} y{i}[{count}];" for i, out in enumerate(epilogue.outputs)]
     results = [f"found.y{i}[i]" for i in range(len(epilogue.outputs))]
     taken = "".join(f", {argument.taken}" for argument in arguments if argument.to == "extras")
@@ -78,20 +87,22 @@ def epilogue_text(
     def lines(statements: list[str]) -> str:
         return "".join("\n  " + statement for statement in statements)
 
+    of_planes = [f"  if (i == {j}) return base{i};" for j, i in enumerate(in_planes)]
     qualifier = "__device__ __noinline__" if called else "DEVICE"
     text = f"""{emit.emit(epilogue)}#line 1 "extras (generated)"
 struct Extras {{
   int m, n;{lines(fields)}
 
   DEVICE Extras(int m, int n{taken}) : m(m), n(n){"".join(", " + x for x in initial)} {{}}
-  DEVICE i64 element(int row, int column) const {{ return static_cast<i64>(row) * n + column; }}
   DEVICE void begin(int column) {{{lines(first)}
   }}
-  DEVICE void fetch(int row, int column) const {{{lines(fetched)}
+  DEVICE const char* plane(int i) const {{{lines(of_planes)}
+    return nullptr;
   }}
 }};
+constexpr int PLANES = {len(in_planes)};
 struct Done {{
-  Acc acc[{count}];
+  Acc acc[{count}];{lines([f"u32 beside[{len(in_planes)}];"] if in_planes else [])}
 }};
 struct Found {{
   {" ".join(declared)}
@@ -106,46 +117,25 @@ struct Found {{
   return found;
 }}
 """
-    text += f"""DEVICE void finish(const Extras& extras, const Done done, int row, int column) {{
+    if not by_stages:
+        return f"""{text}DEVICE void finish(const Extras& extras, const Done done, int row, int column) {{
   const Found found = results_of(extras, done, row, column);{lines(stores)}
 }}
 """
-    return text + _stages(epilogue) if by_stages else text
-
-
-def _stages(epilogue: Epilogue) -> str:
-    """Returns the text of what goes through shared memory, and of how a thread takes its channels of a row from there.
-
-    A plain product's results do, of 16 bits half as much as sums.
-    """
-    if epilogue.primal.plain:
-        out = DTYPES[epilogue.outputs[0].dtype]
-        dtype = f"Dtype::{out.stored}"
-        staged = f"""{out.carrier} y[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {{
-    const Acc value[1] = {{sums[i]}};
-    epilogue_element(value, 0, 0, y[i]);
-  }}"""
-        at = f"extras.element(row, own.channel) * {np.dtype(out.name).itemsize}"
-        copied = f"Staged<{dtype}>::copy(buffer, extras.d0 + {at}, own);"
-    else:
-        dtype, staged = "Dtype::f32", "const Acc (&y)[2] = sums;"
-        copied = """
-#pragma unroll
-  for (int v = 0; v < 8; v += UNIT) {
-    if (UNIT < 8 && v >= own.channels) break;
-    extras.begin(own.channel + v);  // again for each row: registers are short
-    Done done;
-    Staged<Dtype::f32>::take(buffer, own, v, done.acc);
-    finish(extras, done, row, own.channel + v);
-  }"""
-    return f"""constexpr int STAGED_WORDS = Staged<{dtype}>::WORDS;
-DEVICE void stage(u32* buffer, int warp, int place, const Acc (&sums)[2]) {{
-  {staged}
-  Staged<{dtype}>::stage(buffer, warp, place, y);
+    words = [f"done.beside[{i}] = ld_shared_u32(planes + {i} * plane_bytes + at);" for i in range(len(in_planes))]
+    return f"""{text}DEVICE void take(Done& done, u32 planes, int plane_bytes, int at) {{{lines(words)}
 }}
-DEVICE void copy_results(Extras& extras, const u32* buffer, const Own& own, int row) {{
-  {copied.lstrip()}
+constexpr int STAGED_WORDS = {" + ".join(slots)};
+DEVICE void stage_results(const Extras& extras, const Done done, int row, int column, u32* buffer, int warp,
+                          int place) {{
+  const Found found = results_of(extras, done, row, column);{lines(staged)}
+}}
+DEVICE void copy_results(const Extras& extras, const u32* buffer, const Own& own) {{{lines(copied)}
 }}
 """
+
+
+def planes(epilogue: Epilogue) -> list[int]:
+    """Returns the operands that go through shared memory by stages: of 16 bits, and of a result's size."""
+    found = enumerate(epilogue.operands)
+    return [i for i, spec in found if spec.row and spec.col and np.dtype(spec.dtype).itemsize == 2]

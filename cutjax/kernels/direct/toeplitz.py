@@ -11,6 +11,7 @@ from cutjax.kernels import reasons
 from cutjax.kernels.device import Device
 from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.geometry import Geometry
+from cutjax.kernels.direct.text import planes
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.architectures import number
@@ -127,15 +128,21 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: stages of pixels, and two steps' rows of a result, or of sums."""
+        """Shared memory of a block: stages of pixels and of operands like results, and two steps' rows of these."""
         places = STRIP * self.strips
         pitches = [(self.subs * x + 27) // 32 * 32 + 4 for x in (places + STRIP, places)]
         if self.geometry.gradient:
             return 4 * self.lanes * max(self.config.ahead * STEP * sum(pitches), 2 * FRAGMENT * 9)
         of_result = STRIP * FRAGMENT + (2 if self.lanes > 8 else 4)
-        epilogue = self.problem.epilogue
-        words = np.dtype(epilogue.outputs[0].dtype).itemsize // 2 if epilogue.primal.plain else 2  # else sums
-        return 4 * self.lanes * STEP * (self.config.ahead * pitches[0] + 2 * of_result * words)
+        words = sum(np.dtype(out.dtype).itemsize // 2 for out in self.problem.epilogue.outputs)
+        staged = pitches[0] + len(planes(self.problem.epilogue)) * pitches[1]
+        return 4 * self.lanes * STEP * (self.config.ahead * staged + 2 * of_result * words)
+
+    @property
+    def most_bytes(self) -> int:
+        """Shared memory that a block may have."""
+        device = self.problem.device
+        return min(device.shared_bytes, device.shared_bytes_per_sm // self.config.blocks - 1024)
 
     @property
     def registers(self) -> int:
@@ -168,8 +175,7 @@ class Shape:
             found.append(f"about {self.registers} registers a thread, at most {limit}")
         if c.blocks * self.threads > device.max_threads_per_sm:
             found.append(f"blocks={c.blocks} of {self.threads} threads: more than an SM of {device.name} holds")
-        most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
-        if self.shared_bytes > most:
+        if self.shared_bytes > (most := self.most_bytes):
             found.append(f"{self.shared_bytes} bytes of shared memory, at most {most} with {c.blocks} blocks an SM")
         images = g.view.images + 2 * self.subs * self.parts
         sizes = {

@@ -64,7 +64,12 @@ class Unfold:
         axes = [size for axis in zip(view.grid, view.window, strict=True) for size in axis]
         x = x.reshape(*lead, view.images, *axes, view.channels)
         first, count = len(lead) + 1, len(view.grid)
-        order = (*range(first), *range(first, first + 2 * count, 2), *range(first + 1, first + 2 * count, 2), x.ndim - 1)
+        order = (
+            *range(first),
+            *range(first, first + 2 * count, 2),
+            *range(first + 1, first + 2 * count, 2),
+            x.ndim - 1,
+        )
         return (x.transpose(order).reshape(*lead, view.rows, view.columns),)
 
 

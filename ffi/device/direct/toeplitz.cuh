@@ -10,9 +10,10 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  constexpr int ROW_BYTES = 4 * Pixels::WORDS, STAGE_BYTES = STEP * ROW_BYTES;
+  constexpr int ROW_BYTES = 4 * Pixels::WORDS, PLANE_BYTES = 4 * Results::WORDS;
+  constexpr int STAGE_BYTES = STEP * (ROW_BYTES + PLANES * PLANE_BYTES);
   u32 base = shared_address(shared_memory);
-  u32* staged = reinterpret_cast<u32*>(shared_memory) + STAGES * STEP * Pixels::WORDS;
+  u32* staged = reinterpret_cast<u32*>(shared_memory) + STAGES * STAGE_BYTES / 4;
   const Chunks of CHUNKS;
   const Images images IMAGES;
   const Work work(of, tiles, grid_h);
@@ -35,6 +36,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   int steps = (work.end - images.low_h + WINDOW_H - 1 - first + STEP - 1) / STEP, end = first + STEP * steps;
   Pixels rows;
   rows.begin(x, images, work, of.images, first, end - first);
+  Extras extras(of.images * grid_h * grid_w, images.channels EXTRAS_ARGUMENTS);
+  Results operands;  // of the results that a step ends
+  int behind = images.low_h - (WINDOW_H - 1);
+  if (PLANES > 0) {
+    const Images of_results{grid_h, grid_w, images.channels, 0, 0};
+    operands.begin(extras.plane(0), of_results, work, of.images, first + behind, end - first);
+  }
   int row_of_load = first, left = work.rounds * steps;
   auto load = [&](u32 stage, bool there) {
     if (there) {
@@ -42,8 +50,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       for (int r = 0; r < STEP; ++r) {
         if (static_cast<u32>(row_of_load + r) < static_cast<u32>(images.height)) rows.load(stage + r * ROW_BYTES);
         rows.to_next_row();
+        if (PLANES == 0) continue;
+        int result_row = row_of_load + r + behind;
+        u32 plane = stage + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES;
+#pragma unroll
+        for (int p = 0; p < PLANES; ++p)
+          if (result_row >= work.row && result_row < work.end)
+            operands.load(plane + p * PLANE_BYTES, extras.plane(p) - extras.plane(0));
+        operands.to_next_row();
       }
-      if ((row_of_load += STEP) == end) row_of_load = first, rows.to_next_group();
+      if ((row_of_load += STEP) == end) row_of_load = first, rows.to_next_group(), operands.to_next_group();
     }
     cp_async_commit_group();
   };
@@ -59,37 +75,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         __byte_perm(two[i % 2 * 2].words[0], two[i % 2 * 2 + 1].words[0], i / 2 % 2 ? 0x7632 : 0x5410);
   }
 
-  Extras extras(of.images * grid_h * grid_w, images.channels EXTRAS_ARGUMENTS);
-  Own own(work, of, grid_w, images.channels);
+  if (channel < images.channels) extras.begin(channel);
+  Own own(work, images.channels);
+  int own_column = work.column + own.place % SUB_PLACES, own_image = work.group * SUBS + own.place / SUB_PLACES;
+  if (own_column >= grid_w || own.channels <= 0) own_image = 1 << 30;  // of no row
+  i64 result_row = static_cast<i64>(grid_w) * images.channels;
+  own.at = (static_cast<i64>(own_image) * grid_h + work.row) * result_row +
+           static_cast<i64>(own_column) * images.channels + work.channel + 2 * own.pair;
+  i64 result_jump = (static_cast<i64>(work.by) * SUBS * grid_h - (work.end - work.row)) * result_row;
 
   u32 strips[2];  // this lane's, of those in `from`
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     strips[h] = 4 * (warp * Pixels::PITCH + 4 * part + Pixels::at(min(quad + 8 * h, TAKEN - 1)));
   float sums[WINDOW_H][2][4];
-  int row = first, buffer = 0;
+  int row = first, group = work.group, buffer = 0;
   int ended = work.row - STEP;  // of the rows of the result, the first that the last step ended
   u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
-  // Of the rows that the last step ended; those that the next one will end are asked for.
   auto copy = [&] {
 #pragma unroll
-    for (int r = 0; r < 2 * STEP; ++r) {
-      int result_row = ended + r;
-      if (r == STEP && result_row >= work.end) own.image += work.by * SUBS;
-      if (result_row < work.row || result_row >= work.end || own.image >= of.images) continue;
-      int pixel = (own.image * grid_h + result_row) * grid_w + own.column;
-      if (r < STEP)
-        copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own, pixel);
-      else
-        extras.fetch(pixel, own.channel);
+    for (int r = 0; r < STEP; ++r) {
+      if (ended + r < work.row || ended + r >= work.end) continue;
+      if (own_image < of.images) copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own);
+      own.at += result_row;
     }
+    if (ended + STEP >= work.end) own.at += result_jump, own_image += work.by * SUBS;
   };
   auto step = [&](auto phase) {
     cp_async_wait_group<STAGES - 2>();
     __syncthreads();
     copy();
     load(to, left >= STAGES);
-    ended = row + images.low_h - (WINDOW_H - 1);
+    ended = row + behind;
 #pragma unroll
     for (int r = 0; r < STEP; ++r) {
       float (&newest)[2][4] = sums[(phase.row + r + WINDOW_H - 1) % WINDOW_H];
@@ -114,8 +131,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (ended + r >= work.row && ended + r < work.end) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const Acc two[2] = {sum[0][j], sum[1][j]};
-          stage(staged + (buffer + r) * STAGED_WORDS, warp, 8 * (quad + j / 2 * 8) + 2 * part + j % 2, two);
+          int strip = quad + j / 2 * 8, column = strip % STRIPS * 8 + 2 * part + j % 2;
+          int pixel = ((group * SUBS + strip / STRIPS) * grid_h + ended + r) * grid_w + work.column + column;
+          if (channel >= images.channels) continue;
+          Done values{{sum[0][j], sum[1][j]}};
+          take(values, from + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES, PLANE_BYTES,
+               4 * (warp * Results::PITCH + Results::at(strip) + column % 8));
+          u32* of_row = staged + (buffer + r) * STAGED_WORDS;
+          stage_results(extras, values, min(pixel, extras.m - 1), channel, of_row, warp, 8 * strip + column % 8);
         }
       }
     }
@@ -125,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     return row != end;
   };
 #pragma unroll 1
-  for (; left > 0; row = first) {
+  for (; left > 0; row = first, group += work.by) {
 #pragma unroll
     for (int j = 0; j < 8 * WINDOW_H; ++j) sums[j / 8][j / 4 % 2][j % 4] = 0;
 #pragma unroll 1

@@ -19,13 +19,6 @@ DEVICE void keep(float& x) { asm volatile("" : "+f"(x)); }
 DEVICE void keep(double& x) { asm volatile("" : "+d"(x)); }
 #endif
 
-// Into L2, what is to be loaded later.
-DEVICE void prefetch([[maybe_unused]] const char* p) {
-#ifndef HOST_EMULATION
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-#endif
-}
-
 // COUNT neighbours of a dtype, in units of as many bytes as theirs are a multiple of.
 template <Dtype D, int COUNT>
 struct Vector {
