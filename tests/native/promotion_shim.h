@@ -35,6 +35,13 @@ inline float __uint_as_float(u32 x) {
   return y;
 }
 
+inline u32 __float_as_uint(float x) {
+  u32 y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+inline u32 unknown_zero() { return 0; }
+
 inline u32 ld_shared_u32(u32 address) {
   u32 x;
   std::memcpy(&x, &shared_memory.at(address), 4);

@@ -180,7 +180,7 @@ def _facts_of(problem: Problem, swap: bool, pixels: bool) -> Facts:
         or (len(epilogue.outputs) > 1 and staging.called)
     )
     way = operands.Way() if why else operands.way(problem)
-    prepared = () if why else operands.prepared(problem)
+    prepared = () if why else (*operands.prepared(problem), *scales.prepared(problem))
     return Facts(multiplied, way, prepared, staging, heavy, (*why, *_problem_reasons(problem, staging), *unswappable))
 
 

@@ -40,11 +40,16 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
             b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0);
     wgmma_commit_group();
   };
-  // A part of a block in a stage, when at most PENDING later ones are being multiplied.
-  auto add = [&](auto part, auto pending, int stage) {
+  // The factors of a part of a block in a stage are read before another is multiplied: a warp that waited for them
+  // between two wgmmas would let those of the other warpgroup in, and both would be done, and add, at the same time.
+  auto factors = [&](auto part, int stage) {
+    constexpr int PART = decltype(part)::value;
+    return promotion.template factors<PART / COLUMN_PARTS, PART % COLUMN_PARTS>(shared.slot(stage, Promotes::BYTES));
+  };
+  // The part, when at most PENDING later ones are being multiplied.
+  auto add = [&](auto part, auto pending, int stage, const auto& factors) {
     constexpr int PART = decltype(part)::value, COLUMNS = PART % COLUMN_PARTS;
     u32 slot = shared.slot(stage, Promotes::BYTES);
-    auto factors = promotion.template factors<PART / COLUMN_PARTS, COLUMNS>(slot);
     wgmma_wait_group<decltype(pending)::value>();
     wgmma_done(sums[PART % BUFFERS]);
     if constexpr (PART == PARTS - 1 && !Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
@@ -61,17 +66,27 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
         if constexpr (RAGGED_K) clear_block(shared, pipe.stage, row, work, k + STEP / PARTS, thread, barrier);
         if constexpr (COPIERS > 0) fence_proxy_async();
       }
-      issue(Constant<PART>());
-      if (STEP == STEPS - 1 && k + decltype(blocks)::value == work.k_blocks) issued();
-      if constexpr (STEP >= BUFFERS - 1)
-        add(Constant<(STEP + 1 - BUFFERS) % PARTS>(), Constant<BUFFERS - 1>(),
-            BUFFERS == 1 || PART > 0 ? pipe.stage : before);
+      bool last = STEP == STEPS - 1 && k + decltype(blocks)::value == work.k_blocks;
+      if constexpr (STEP >= BUFFERS - 1) {
+        Constant<(STEP + 1 - BUFFERS) % PARTS> done;
+        int stage = BUFFERS == 1 || PART > 0 ? pipe.stage : before;
+        auto by = factors(done, stage);
+        issue(Constant<PART>());
+        if (last) issued();
+        add(done, Constant<BUFFERS - 1>(), stage, by);
+      } else {
+        issue(Constant<PART>());
+        if (last) issued();
+      }
       if constexpr (PART == PARTS - 1) {
         before = pipe.stage;
         pipe.advance();
       }
     });
-    if constexpr (BUFFERS == 2) add(Constant<PARTS - 1>(), Constant<0>(), before);
+    if constexpr (BUFFERS == 2) {
+      Constant<PARTS - 1> done;
+      add(done, Constant<0>(), before, factors(done, before));
+    }
     if (k == 0) begun();
   };
   // A loop at whose end a part were still being multiplied would make the compiler wait for each wgmma.

@@ -23,66 +23,73 @@ struct Promotion {
     int row, matrix;  // elements between rows, and between matrices
   } of[OF_A + OF_B * PRODUCTS];
 
+  // Where a run's entry depends on where the tile begins, all entries are read.
+  static constexpr bool MOVES = !BY_COLUMN && B_EACH > 1 && SHARING < MN;
+
   struct Factors {
-    float a[2], b[RUNS];
+    float a[2], b[MOVES ? PRODUCTS * B_EACH : RUNS];
   };
 
   // ---- of a thread that copies ----
 
-  const float *a, *b[PRODUCTS];  // of the tile's matrix
-  int last_row, last;            // rows, and columns
-  int m, n;                      // the tile's first
-  int block, last_block;         // of k
-  bool empty;                    // nothing is multiplied, and no scale that is another group's may be NaN
+  const float *a, *b[PRODUCTS];                          // of the tile's matrix
+  u32 at_a[A_ENTRIES / 32 + 1], at_b[B_EACH / 32 + 1];  // elements from there to each 32nd, the lane's, in a block of k
+  int block, last_block;                                 // of k
+  bool empty;  // nothing is multiplied, and no scale that is another group's may be NaN
 
   DEVICE static const float* matrix_of(const Scales& scales, int matrix) {
     return reinterpret_cast<const float*>(scales.base) + static_cast<i64>(matrix) * scales.matrix;
   }
 
   DEVICE void begin_copies(const Work& work, int rows, int columns, int matrix_a, int matrix_b) {
-    m = work.m, n = work.n;
-    last_row = rows - 1, last = columns - 1;
+    int lane = threadIdx.x % 32;
     block = work.k / BK;
     last_block = (work.k_end - 1) / BK;
     empty = RAGGED_K && work.k_end - work.k <= work.head;
     if constexpr (OF_A) a = matrix_of(of[0], matrix_a);
 #pragma unroll
+    for (int i = 0; i < (A_ENTRIES + 31) / 32; ++i)
+      at_a[i] = min(work.m + i * 32 + lane, rows - 1) / A_SCALE_MN * (A_SCALE_K_MAJOR ? of[0].row : 1);
+#pragma unroll
+    for (int i = 0; i < (OF_B ? (B_EACH + 31) / 32 : 0); ++i) {
+      int entry = i * 32 + lane, last = columns - 1;
+      int index = BY_COLUMN ? min(work.n + entry, last) / MN : min(work.n / MN + entry, last / MN);
+      at_b[i] = index * (B_SCALE_K_MAJOR ? of[OF_A].row : 1);
+    }
+#pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
       if constexpr (OF_B) b[p] = matrix_of(of[OF_A + p], matrix_b);
   }
 
-  // A warp: COUNT entries of block `y` of k, of which `index` says the place along m or n.
-  template <bool K_MAJOR, int COUNT, typename Index>
-  DEVICE void copy_entries(u32 to, const float* from, int row, int y, Index index) const {
-#pragma unroll 1  // unrolled, it needs more registers than a producer has
-    for (int entry = threadIdx.x % 32; entry < COUNT; entry += 32) {
-      i64 of_entry = K_MAJOR ? index(entry) : y, beside = K_MAJOR ? y : index(entry);
-      const float* x = from + of_entry * row + beside;
+  // A warp: COUNT entries of a block of k, of each of which a lane knows the place.
+  template <int COUNT, int ROUNDS>
+  DEVICE void copy_entries(u32 to, const float* from, const u32 (&at)[ROUNDS]) const {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < (COUNT + 31) / 32; ++i) {
+      if (i * 32 + 32 > COUNT && i * 32 + lane >= COUNT) continue;
       if constexpr (RAGGED_K) {
-        cp_async_word(to + entry * 4, x, empty ? 0 : 4);
+        cp_async_word(to + (i * 32 + lane) * 4, from + at[i], empty ? 0 : 4);
       } else {
-        cp_async_word(to + entry * 4, x);
+        cp_async_word(to + (i * 32 + lane) * 4, from + at[i]);
       }
     }
   }
 
   // The scales of the tile's block k, to a slot.
   DEVICE void copy(u32 slot, int k) const {
-    int y = min(block + k, last_block);
-    if constexpr (OF_A)
-      copy_entries<A_SCALE_K_MAJOR, A_ENTRIES>(slot, a, of[0].row, y,
-                                               [&](int entry) { return min(m + entry, last_row) / A_SCALE_MN; });
+    i64 y = min(block + k, last_block);
+    if constexpr (OF_A) copy_entries<A_ENTRIES>(slot, a + y * (A_SCALE_K_MAJOR ? 1 : of[0].row), at_a);
     if constexpr (OF_B)
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
-        copy_entries<B_SCALE_K_MAJOR, B_EACH>(
-            slot + (A_ENTRIES + p * B_EACH) * 4, b[p], of[OF_A + p].row, y,
-            [&](int entry) { return BY_COLUMN ? min(n + entry, last) / MN : min(n / MN + entry, last / MN); });
+        copy_entries<B_EACH>(slot + (A_ENTRIES + p * B_EACH) * 4, b[p] + y * (B_SCALE_K_MAJOR ? 1 : of[OF_A + p].row), at_b);
   }
 
   // ---- of a thread that multiplies ----
 
   u32 place;   // in a slot, of the lane's first row
+  u32 zero;
   int column;  // of the tile's first run, which others of the run are before
   int thread;  // of the warpgroup
 
@@ -91,8 +98,10 @@ struct Promotion {
   DEVICE void begin(const Work& work, int row, int thread_) {
     thread = thread_;
     place = (row + thread / 32 * WARP_ROWS + thread % 32 / 4 * (WARP_ROWS == 32 ? 4 : 1)) * 4;
+    zero = unknown_zero();
     asm volatile("" : "+r"(place));  // or it would be computed again in front of each wgmma
     column = work.n % MN;
+    asm volatile("" : "+r"(column));
   }
 
   // Of rows BLOCK and columns PART.
@@ -103,13 +112,15 @@ struct Promotion {
 #pragma unroll
     for (int h = 0; h < 2; ++h) found.a[h] = UNIT * (OF_A ? ld_shared_f32(slot + place + (FIRST + h * NEXT) * 4) : 1);
     constexpr int BEGIN = PART * PART_COLUMNS, END = BEGIN + PART_COLUMNS;
+    if constexpr (MOVES) {
 #pragma unroll
-    for (int run = 0; run < RUNS; ++run) {
-      int first = (BEGIN / COLUMNS + run) * COLUMNS;
-      found.b[run] = 1;
-      if (OF_B && !BY_COLUMN && first < END) {
-        int p = first / BN, at = (first % BN + (B_EACH == 1 ? 0 : column)) / (B_EACH == 1 ? BN : MN);
-        found.b[run] = ld_shared_f32(slot + (A_ENTRIES + p * B_EACH + at) * 4);
+      for (int i = BEGIN / BN * B_EACH; i < (END + BN - 1) / BN * B_EACH; ++i)
+        found.b[i] = ld_shared_f32(slot + (A_ENTRIES + i) * 4);
+    } else if constexpr (OF_B && !BY_COLUMN) {
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+        int first = (BEGIN / COLUMNS + run) * COLUMNS, p = first / BN, at = B_EACH == 1 ? 0 : first % BN / MN;
+        if (first < END) found.b[run] = ld_shared_f32(slot + (A_ENTRIES + p * B_EACH + at) * 4);
       }
     }
     return found;
@@ -120,10 +131,31 @@ struct Promotion {
   DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors& factors,
                   u32 slot) const {
     constexpr int BEGIN = PART * PART_COLUMNS;
+    // Not before there are sums: between wgmmas a warp would wait for what the factors are loaded from.
+    float of_rows[2], by[2][RUNS];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      of_rows[h] = __uint_as_float(__float_as_uint(factors.a[h]) ^ (__float_as_uint(sums[0]) & zero));
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+        int first = (BEGIN / COLUMNS + run) * COLUMNS, p = first / BN * B_EACH;
+        if (!OF_B || BY_COLUMN || first >= BEGIN + PART_COLUMNS) {
+          by[h][run] = of_rows[h];
+        } else if constexpr (MOVES) {
+          by[h][run] = of_rows[h] * factors.b[p];
+#pragma unroll
+          for (int i = 1; i < B_EACH; ++i)
+            if (first % BN + column >= i * MN) by[h][run] = of_rows[h] * factors.b[p + i];
+        } else {
+          by[h][run] = of_rows[h] * factors.b[run];
+        }
+      }
 #pragma unroll
     for (int j = 0; j < PART_COLUMNS / 8; ++j) {
       int first = BEGIN + 8 * j, run = BY_COLUMN || !OF_B ? 0 : first / COLUMNS - BEGIN / COLUMNS;
-      float of_columns[2] = {factors.b[run], factors.b[run]};
+      float of_columns[2] = {1, 1};
       if constexpr (BY_COLUMN) {
         u32 x, y;
         ld_shared_v2(slot + (A_ENTRIES + first + thread % 4 * 2) * 4, x, y);
@@ -133,7 +165,7 @@ struct Promotion {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Acc& sum = accumulators[first / 2 + i];
-        sum = __fmaf_rn(sums[4 * j + i], factors.a[i / 2] * of_columns[i % 2], sum);
+        sum = __fmaf_rn(sums[4 * j + i], by[i / 2][run] * of_columns[i % 2], sum);
       }
     }
   }
