@@ -53,15 +53,15 @@ extern "C" void run(const char* const* buffers, const int* numbers, const float*
       *reinterpret_cast<const std::array<int, 10>*>(numbers);
   Work work{tile_m, tile_n, BM, k, k_end, k_blocks, 0, 0};
   std::vector<Promotion> threads(128, Promotion{PROMOTION_ARGUMENTS});
-  std::vector<Promotion> copiers(32, Promotion{PROMOTION_ARGUMENTS});
-  for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x)
+  std::vector<Promotion> copiers(Promotion::COPIERS, Promotion{PROMOTION_ARGUMENTS});
+  for (threadIdx.x = 0; threadIdx.x < Promotion::COPIERS; ++threadIdx.x)
     copiers[threadIdx.x].begin_copies(work, m, n, matrix_a, matrix_b);
   static Accumulators accumulators[128];
   memset(accumulators, 0, sizeof accumulators);
   for (int t = 0; t < 128; ++t) threads[t].begin(work, row, t);
   for (int block = 0; block < k_blocks; ++block) {
     shared_memory.assign(Promotion::BYTES, 0xff);  // NaN
-    for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x) copiers[threadIdx.x].copy(0, block);
+    for (threadIdx.x = 0; threadIdx.x < Promotion::COPIERS; ++threadIdx.x) copiers[threadIdx.x].copy(0, block);
     for (int t = 0; t < 128; ++t)
       add_all(threads[t], accumulators[t], sums + block * ROWS_PER_CONSUMER * PRODUCTS * BN,
               std::make_integer_sequence<int, M_BLOCKS * COLUMN_PARTS>());

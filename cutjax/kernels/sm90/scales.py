@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from cutjax.kernels.sm90.operands import in_halves
 BLOCK = 128  # elements of k, which a stage has of float8
 # Rows from which on their scales are transposed before: those of a block of k then lie beside each other. A warp that
 # copies scales of rows reads as many lines.
-TURNED_FROM = int(os.environ.get("CUTJAX_FP8_TURNED", 1024))
+TURNED_FROM = 1024
 
 
 def scaled(problem: Problem) -> bool:

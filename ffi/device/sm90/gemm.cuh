@@ -20,7 +20,7 @@
 
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 constexpr int CTAS = CLUSTER * CLUSTER_K;  // of a cluster; CLUSTER is those that load for each other
-constexpr int SLOT_COPIERS = Promotion::BYTES > 0 ? 32 : 0;
+constexpr int SLOT_COPIERS = Promotion::COPIERS;
 constexpr bool EVEN_DEPTH = !GROUPED && !STREAM_K && !PHASED;  // all work items have as many k blocks
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {

@@ -3,6 +3,7 @@
 struct Promotion {
   static constexpr bool EVER = true, EACH = true, BY_COLUMN = false;
   static constexpr u32 BYTES = 0;
+  static constexpr int COPIERS = 0;
 
   struct Factors {};
 

@@ -16,6 +16,7 @@ struct Promotion {
   static constexpr int COLUMNS = B_EACH == 1 ? BN : SHARING;                              // of a run that has one scale
   static constexpr int A_ENTRIES = OF_A ? BM : 0, B_ENTRIES = OF_B ? PRODUCTS * B_EACH : 0;
   static constexpr u32 BYTES = (A_ENTRIES + B_ENTRIES + 3) / 4 * 16;                      // of a slot
+  static constexpr int COPIERS = BY_COLUMN ? 96 : 32;                                     // threads
   static constexpr int RUNS = BY_COLUMN || !OF_B ? 1 : (PART_COLUMNS - 1) / COLUMNS + 2;  // in a part, at most
 
   struct Scales {
@@ -32,63 +33,63 @@ struct Promotion {
 
   // ---- of a thread that copies ----
 
-  const float *a, *b[PRODUCTS];                          // of the tile's matrix
-  u32 at_a[A_ENTRIES / 32 + 1], at_b[B_EACH / 32 + 1];  // elements from there to each 32nd, the lane's, in a block of k
-  int block, last_block;                                 // of k
-  bool empty;  // nothing is multiplied, and no scale that is another group's may be NaN
+  const float *a, *b[PRODUCTS];  // of the tile's matrix
+  int last_row, last;            // rows, and columns
+  int m, n;                      // the tile's first
+  int block, last_block;         // of k
+  bool empty;                    // nothing is multiplied, and no scale that is another group's may be NaN
 
   DEVICE static const float* matrix_of(const Scales& scales, int matrix) {
     return reinterpret_cast<const float*>(scales.base) + static_cast<i64>(matrix) * scales.matrix;
   }
 
   DEVICE void begin_copies(const Work& work, int rows, int columns, int matrix_a, int matrix_b) {
-    int lane = threadIdx.x % 32;
+    m = work.m, n = work.n;
+    last_row = rows - 1, last = columns - 1;
     block = work.k / BK;
     last_block = (work.k_end - 1) / BK;
     empty = RAGGED_K && work.k_end - work.k <= work.head;
     if constexpr (OF_A) a = matrix_of(of[0], matrix_a);
 #pragma unroll
-    for (int i = 0; i < (A_ENTRIES + 31) / 32; ++i)
-      at_a[i] = min(work.m + i * 32 + lane, rows - 1) / A_SCALE_MN * (A_SCALE_K_MAJOR ? of[0].row : 1);
-#pragma unroll
-    for (int i = 0; i < (OF_B ? (B_EACH + 31) / 32 : 0); ++i) {
-      int entry = i * 32 + lane, last = columns - 1;
-      int index = BY_COLUMN ? min(work.n + entry, last) / MN : min(work.n / MN + entry, last / MN);
-      at_b[i] = index * (B_SCALE_K_MAJOR ? of[OF_A].row : 1);
-    }
-#pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
       if constexpr (OF_B) b[p] = matrix_of(of[OF_A + p], matrix_b);
   }
 
-  // A warp: COUNT entries of a block of k, of each of which a lane knows the place.
-  template <int COUNT, int ROUNDS>
-  DEVICE void copy_entries(u32 to, const float* from, const u32 (&at)[ROUNDS]) const {
-    int lane = threadIdx.x % 32;
+  // The copiers: COUNT entries of block `y` of k, of which `index` says the place along m or n. It has few instructions
+  // for each: a stage is multiplied in no more time than one warp takes for some hundred.
+  template <bool K_MAJOR, int COUNT, typename Index>
+  DEVICE void copy_entries(u32 to, const float* from, int row, int y, Index index) const {
+    from += static_cast<i64>(y) * (K_MAJOR ? 1 : row);
 #pragma unroll
-    for (int i = 0; i < (COUNT + 31) / 32; ++i) {
-      if (i * 32 + 32 > COUNT && i * 32 + lane >= COUNT) continue;
+    for (int i = 0; i < COUNT; i += COPIERS) {
+      int entry = i + threadIdx.x % COPIERS;
+      if (i + COPIERS > COUNT && entry >= COUNT) continue;
+      const float* x = from + static_cast<u32>(index(entry) * (K_MAJOR ? row : 1));
       if constexpr (RAGGED_K) {
-        cp_async_word(to + (i * 32 + lane) * 4, from + at[i], empty ? 0 : 4);
+        cp_async_word(to + entry * 4, x, empty ? 0 : 4);
       } else {
-        cp_async_word(to + (i * 32 + lane) * 4, from + at[i]);
+        cp_async_word(to + entry * 4, x);
       }
     }
   }
 
   // The scales of the tile's block k, to a slot.
   DEVICE void copy(u32 slot, int k) const {
-    i64 y = min(block + k, last_block);
-    if constexpr (OF_A) copy_entries<A_ENTRIES>(slot, a + y * (A_SCALE_K_MAJOR ? 1 : of[0].row), at_a);
+    int y = min(block + k, last_block);
+    if constexpr (OF_A)
+      copy_entries<A_SCALE_K_MAJOR, A_ENTRIES>(slot, a, of[0].row, y,
+                                               [&](int entry) { return min(m + entry, last_row) / A_SCALE_MN; });
     if constexpr (OF_B)
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
-        copy_entries<B_EACH>(slot + (A_ENTRIES + p * B_EACH) * 4, b[p] + y * (B_SCALE_K_MAJOR ? 1 : of[OF_A + p].row), at_b);
+        copy_entries<B_SCALE_K_MAJOR, B_EACH>(
+            slot + (A_ENTRIES + p * B_EACH) * 4, b[p], of[OF_A + p].row, y,
+            [&](int entry) { return BY_COLUMN ? min(n + entry, last) / MN : min(n / MN + entry, last / MN); });
   }
 
   // ---- of a thread that multiplies ----
 
-  u32 place;   // in a slot, of the lane's first row
+  u32 place;  // in a slot, of the lane's first row
   u32 zero;
   int column;  // of the tile's first run, which others of the run are before
   int thread;  // of the warpgroup
@@ -98,10 +99,12 @@ struct Promotion {
   DEVICE void begin(const Work& work, int row, int thread_) {
     thread = thread_;
     place = (row + thread / 32 * WARP_ROWS + thread % 32 / 4 * (WARP_ROWS == 32 ? 4 : 1)) * 4;
-    zero = unknown_zero();
     asm volatile("" : "+r"(place));  // or it would be computed again in front of each wgmma
-    column = work.n % MN;
-    asm volatile("" : "+r"(column));
+    if constexpr (!BY_COLUMN) zero = unknown_zero();
+    if constexpr (MOVES) {
+      column = work.n % MN;
+      asm volatile("" : "+r"(column));
+    }
   }
 
   // Of rows BLOCK and columns PART.
@@ -135,7 +138,8 @@ struct Promotion {
     float of_rows[2], by[2][RUNS];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      of_rows[h] = __uint_as_float(__float_as_uint(factors.a[h]) ^ (__float_as_uint(sums[0]) & zero));
+      of_rows[h] =
+          BY_COLUMN ? factors.a[h] : __uint_as_float(__float_as_uint(factors.a[h]) ^ (__float_as_uint(sums[0]) & zero));
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
