@@ -159,7 +159,7 @@ def _shuffles(out: Output, value: str, lanes: Sequence[int]) -> list[str]:
 
 def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
     """The struct of the partial reductions over a block of 64 rows, and of the places that they are stored to."""
-    fields, initial, places, begin, end = [], [], [], [], []  # places: where a matrix's begin, from its number alone
+    fields, initial, places, begin, end, clear = [], [], [], [], [], []  # places: where a matrix's begin, of its number
     for i, out in staging.reductions:
         rows = "(m + 15) / 16" if "row" in out.axes else "m"
         columns = "(n + EPILOGUE_COLUMNS - 1) / EPILOGUE_COLUMNS" if "col" in out.axes else "n"
@@ -176,26 +176,31 @@ def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
             end += [*_shuffles(out, f"r{i}[0]", (1, 2)), *_shuffles(out, f"r{i}[1]", (1, 2))]
             for h in range(2):
                 end.append(
-                    f"if (lane % 4 == 0 && row + {8 * h} < m && column < n) {at.format(f'row + {8 * h}')} = r{i}[{h}];"
+                    f"if (lane % 4 == 0 && row + {8 * h} < to && column < n) {at.format(f'row + {8 * h}')} = r{i}[{h}];"
                 )
+            clear.append(f"for (int r = row + thread; column < n && r < to; r += STAGING_THREADS) {at.format('r')} = 0;")
         else:
             end += [_combine(out, f"r{i}[0]", f"r{i}[1]"), *_shuffles(out, f"r{i}[0]", (1, 2, 4, 8, 16))]
-            end.append(f"if (lane == 0 && row < m && column < n) {at.format('row / 16')} = r{i}[0];")
+            end.append(f"if (lane == 0 && row < to && column < n) {at.format('row / 16')} = r{i}[0];")
 
     def lines(statements: list[str], indent: int = 4) -> str:
         return "".join("\n" + " " * indent + statement for statement in statements)
 
     return f"""#line 1 "partials (generated)"
 struct Partials {{
-  int m, n, batch;{lines(fields, 2)}
+  int m, n, batch, to;{lines(fields, 2)}
 
-  DEVICE Partials(int m, int n{_taken(arguments, "partials")}) : m(m), n(n), batch(0){"".join(initial)} {{}}
+  DEVICE Partials(int m, int n{_taken(arguments, "partials")}) : m(m), n(n), batch(0), to(m){"".join(initial)} {{}}
 {lines(places, 2)[1:]}
-  DEVICE void begin_tile(int of) {{ batch = of; }}
+  // Of a matrix, up to a row: that after its group's last, where rows have groups.
+  DEVICE void begin_tile(int of, int end) {{ batch = of, to = end; }}
   DEVICE void begin_block() {{{lines(begin)}
   }}
   // `row` is this lane's first, `column` that of the first of EPILOGUE_COLUMNS.
   DEVICE void end_block(int row, int column, int lane) {{{lines(end)}
+  }}
+  // Zeroes what rows of no group have of these columns.
+  DEVICE void clear(int row, int column, int thread) const {{{lines(clear)}
   }}
 }};
 """
@@ -205,10 +210,10 @@ def _within(reductions: Sequence[tuple[int, Output]]) -> str:
     """Returns the text that replaces values past the matrix by the identities of reductions."""
     if not reductions:
         return ""
-    past = "row + i / 2 % 2 * 8 >= partials.m || column + i / 4 * 8 + i % 2 >= partials.n"
+    past = "row + i / 2 % 2 * 8 >= partials.to || column + i / 4 * 8 + i % 2 >= partials.n"
     identities = " ".join(f"y{i}[i] = {emit.reduction(out)[0]};" for i, out in reductions)
     # Most pieces lie inside: one comparison for each is less than one for each value.
-    return f"""if (row + 8 >= partials.m || column + PIECE - 7 >= partials.n) {{
+    return f"""if (row + 8 >= partials.to || column + PIECE - 7 >= partials.n) {{
 #pragma unroll
     for (int i = 0; i < PIECE / 2; ++i)
       if ({past}) {{ {identities} }}
@@ -226,7 +231,7 @@ def _reduce_piece(i: int, out: Output, even: bool) -> str:
     for e in range(2):
         value = f"y{i}[4 * j + {e}]"
         lines += [_combine(out, value, f"y{i}[4 * j + {2 + e}]"), *_shuffles(out, value, (4, 8, 16))]
-    inside = "if (thread % 32 < 4 && row < partials.m && column + 8 * j"
+    inside = "if (thread % 32 < 4 && row < partials.to && column + 8 * j"
     if even:
         lines.append(f"{inside} < partials.n) st_global_v2(at, y{i}[4 * j], y{i}[4 * j + 1]);")
     else:

@@ -20,7 +20,8 @@ def of_groups(problem: Problem, staging: Staging) -> list[str]:
     found = []
     if problem.groups and problem.a.contiguous != ("k" if problem.divided == "m" else "mn"):
         found.append(f"layout {problem.layout} with groups of {problem.divided}: kernels divide an outer axis of a")
-    if problem.groups and staging.reductions:
+    whole = problem.divided == "m" and not staging.swap  # rows: a tile has those of one group, and may reduce each
+    if problem.groups and any(not whole or out.axes != ("col",) for _, out in staging.reductions):
         found.append("a reduction over rows that have groups")
     return found
 

@@ -185,10 +185,14 @@ class Rows(_InGroups):
     def whole(
         self, x: jax.Array, context: Sequence[jax.Array], shape: tuple[int, ...], arithmetic: Arithmetic
     ) -> jax.Array:
-        """Returns an operand as one of full size, in the dtype of the product. Its transpose adds up as products do."""
-        dtype = cotangent_dtype(arithmetic.dtype, x.dtype)
-        rows = self.seen(x, context, shape[-2], arithmetic)
-        return jnp.broadcast_to(rows.astype(accumulator(x.dtype)), shape).astype(dtype)
+        """Returns an operand as one of full size, in the dtype of the product. Its transpose adds up as products do.
+
+        One that is alike in all columns is one column, in the accumulators' dtype: of columns a kernel makes sums.
+        """
+        rows = self.seen(x, context, shape[-2], arithmetic).astype(accumulator(x.dtype))
+        if rows.shape[-1] == 1:
+            return jnp.broadcast_to(rows, (*shape[:-1], 1))
+        return jnp.broadcast_to(rows, shape).astype(cotangent_dtype(arithmetic.dtype, x.dtype))
 
     def applied(self, epilogue: Epilogue, context: Sequence[jax.Array], arithmetic: Arithmetic) -> AppliedInGroups:
         return AppliedInGroups(epilogue, self, context[0], arithmetic)

@@ -139,8 +139,10 @@ class Facts:
     def _few_sums_of_rows(self) -> bool:
         """True if a lane keeps no more for reductions than a value or two for each of its rows."""
         staging, operands = self.staging, self.problem.epilogue.operands
-        few = len(staging.reductions) <= 3 and len(staging.results) <= 1 and staging.even and not staging.called
-        return few and all(out.axes == ("col",) for _, out in staging.reductions) and not any(x.col for x in operands)
+        alone = len(staging.results) <= 1 and not staging.called and not any(x.col for x in operands)
+        beside = len(staging.results) <= 2 and not staging.swap and all(x.row or not x.col for x in operands)
+        few = len(staging.reductions) <= (3 if alone else 1 if beside else 0) and staging.even
+        return few and all(out.axes == ("col",) for _, out in staging.reductions)
 
 
 def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Facts:

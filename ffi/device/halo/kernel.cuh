@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(PARAMETERS) {
   Partials partials(m, n PARTIALS_ARGUMENTS);
   Rows rows_d{m, n ROWS_ARGUMENTS};
   extras.begin_tile(BatchIndex(0, 1, 1), 0);
-  partials.begin_tile(0);
+  partials.begin_tile(0, m);
   int piece_bytes = images.taps[0] * images.taps[1] * images.taps[2] * TAPS * BLOCK_BYTES;
   Accumulators sums;
   Finished finished;

@@ -61,9 +61,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (RAGGED_M && work.k_blocks == 0) {  // of no group: zero, whatever the epilogue
         int rows = min(min(work.rows, BM) - warp.row, WM);
         rows_d.clear(work.n + warp.column, work.m + warp.row, work.result, rows, threadIdx.x % 32);
+        partials.begin_tile(work.result, work.m + warp.row + rows);
+        partials.clear(work.m + warp.row, work.n + warp.column, threadIdx.x % 32);
       } else {
         extras.begin_tile(i, work.result);
-        partials.begin_tile(work.result);
+        partials.begin_tile(work.result, RAGGED_M ? work.m + work.rows : m);
         rows_d.n = end_of(work);
         store(d, extras, partials, rows_d, buffer, warp, work, rows_d.n, RESULT);
       }

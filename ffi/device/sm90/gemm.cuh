@@ -142,8 +142,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (none) {
         skip(pipe, work, thread, epilogue.barrier);
         issued();
-        if (work.k_blocks == 0 && rows > 0 && stores)  // of no group: zero, whatever the epilogue
-          rows_d.clear(work.n, work.m + first_row, work.result, min(rows, ROWS_PER_CONSUMER), thread);
+        if (work.k_blocks == 0 && rows > 0 && stores) {  // of no group: zero, whatever the epilogue
+          int first = work.m + first_row, count = min(rows, ROWS_PER_CONSUMER);
+          rows_d.clear(work.n, first, work.result, count, thread);
+          partials.begin_tile(work.result, first + count);
+          partials.clear(first, work.n, thread);
+        }
         continue;
       }
       if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
@@ -167,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       const auto& values = share(accumulators, sums, shared.base, rank, TURN_BARRIER);
       if (!stores) break;
       extras.begin_tile(i, work.result);
-      partials.begin_tile(work.result);
+      partials.begin_tile(work.result, RAGGED_M ? work.m + work.rows : m);
       epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, work.columns, RESULT, i,
                      work.k_blocks == 0);
       if constexpr (CLUSTER_K > 1) break;  // the only one
