@@ -42,6 +42,7 @@ EPILOGUES: dict[str, tuple[Callable[..., Any], int, tuple[str, ...]]] = {
     "several": (lambda x, y: (x, y), 2, ()),
     "sums": (lambda acc, f: ((y := acc + f), y.sum(-2), y.sum(-1)), 1, ("mn",)),
     "extremes": (lambda acc, c: (acc, (acc + c).max(-1), acc.min(-2), acc.max((-2, -1))), 1, ("1n",)),
+    "of rows": (lambda acc, f: ((y := acc + f), y.sum(-1), (acc - 99).max(-1)), 1, ("mn",)),
     "group bias": (lambda acc, b: acc + b, 1, ("g1n",)),
 }
 
@@ -55,6 +56,7 @@ def epilogues(way: str, kind: str) -> list[str]:
         return ["plain", "sum", "several", *["residual"] * (accumulator == F32)]
     names = ["plain", "operands", "sum", "products", "several"]
     names += ["residual"] * (accumulator == F32) + ["group bias"] * (kind == "rows")
+    names += ["of rows"] * (accumulator.kind != "c")
     names += ["sums"] * (kind != "rows") + ["extremes"] * (kind != "rows" and accumulator.kind != "c")
     return names
 
@@ -196,7 +198,8 @@ class Item:
             values = [bias.reshape(GROUPS, self.n)[group]]
         found = _listed(fn(*_added(sums), *values))
         if p.divided == "m":
-            found = [np.where(group[..., None] >= 0, x, x.dtype.type(0)) for x in found]
+            has = group[..., None] >= 0
+            found = [np.where(has if x.ndim > group.ndim else has[..., 0], x, x.dtype.type(0)) for x in found]
         if jnp.issubdtype(p.a.dtype, jnp.inexact) and jnp.issubdtype(p.bs[0].dtype, jnp.inexact):
             for i, (of, (a, bs)) in enumerate(zip(of_each, each, strict=True)):
                 pairs = [grouped.with_nan(of, a, b, sizes) for b in bs]

@@ -59,7 +59,7 @@ def test_any_number_is_lowered(kind, grouped):
         if not served[-1]:
             assert cutjax.explain(fn, platform="cpu")(X, args).rows[0].choice.reasons
     assert served == sorted(served, reverse=True)
-    assert served[0] or (grouped and kind == "reductions")  # no kernel reduces over groups
+    assert served[0]
     assert not (served[-1] and kind != "reductions")
 
 

@@ -127,7 +127,7 @@ def test_backward_runs_the_derivative_of_the_activation_in_a_kernel():
         (64, 256, 128, "nn", (BETWEEN,) * 3),  # what is between, and both preactivations
         (64, 32, 256, "nn", ()),
         (256, 32, 64, "tn", ()),  # of w2
-        (64, 256, 32, "nt", (BETWEEN,) * 3),  # of both preactivations, and what adds up to that of the scale
+        (64, 256, 32, "nt", (BETWEEN, BETWEEN, "f32[64]")),  # of both preactivations, and of the scale
         (128, 256, 64, "tn", ("bf16[4,128,256]",) * 2),  # of both weights
         (64, 128, 2 * 256, "nt", ()),  # of x, a sum of two
     ]

@@ -139,6 +139,7 @@ DEVICE void skip(Pipeline& pipe, const Work& work, int thread, int barrier) {
   for (int k = 0; k < PAIRS * work.k_blocks; ++k) {
     if (pipe.stage % SLICED == slice_group()) {
       mbarrier_wait(pipe.full_barrier(), pipe.phase);
+      if constexpr (RELEASING_WARPS == 1) bar_sync(barrier, 128);  // a warp two rounds behind would wait for ever
       release(pipe.empty_barrier(), thread);
     }
     pipe.advance();
