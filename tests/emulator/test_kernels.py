@@ -36,7 +36,14 @@ CASES = {
     "cluster k": (Item("bf16", "dense", "nt", 64, 64, 200, out="float32"), Config(64, 64, 64, 4, cluster_k=2)),
     "stream k": (Item("f16", "dense", "nn", 200, 128, 264), Config(64, 64, 64, 4, stream_k=True)),
     "groups of rows": (Item("bf16", "rows", "nn", 136, 64, 72, "residual"), Config(64, 64, 64, 4, schedule="pingpong")),
-    "sums of rows in groups": (Item("bf16", "rows", "nt", 200, 136, 72, "of rows"), Config(128, 64, 64, 4, cluster_n=2)),
+    "sums of rows in groups": (
+        Item("bf16", "rows", "nt", 200, 264, 72, "of rows"),
+        Config(128, 128, 64, 3, cluster_n=2, schedule="pingpong"),
+    ),
+    "groups of rows that half a tile has": (
+        Item("bf16", "rows", "nt", 264, 136, 72, "largest of rows", seed=1),
+        Config(256, 64, 64, 3),
+    ),
     "groups of k": (Item("bf16", "k", "tn", 64, 72, 136), Config(64, 64, 64, 4)),
     "registers": (Item("bf16xs8", "dense", "nt", 16, 128, 136), Config(128, 16, 64, 3, swap=True)),
     "float8": (Item("f8_e4m3fn", "dense", "nt", 72, 64, 144, "sums"), Config(64, 64, 64, 3)),

@@ -42,7 +42,8 @@ EPILOGUES: dict[str, tuple[Callable[..., Any], int, tuple[str, ...]]] = {
     "several": (lambda x, y: (x, y), 2, ()),
     "sums": (lambda acc, f: ((y := acc + f), y.sum(-2), y.sum(-1)), 1, ("mn",)),
     "extremes": (lambda acc, c: (acc, (acc + c).max(-1), acc.min(-2), acc.max((-2, -1))), 1, ("1n",)),
-    "of rows": (lambda acc, f: ((y := acc + f), y.sum(-1), (acc - 99).max(-1)), 1, ("mn",)),
+    "of rows": (lambda acc, f: ((y := acc + f), acc, y.sum(-1)), 1, ("mn",)),
+    "largest of rows": (lambda acc: (acc, (acc - 99).max(-1)), 1, ()),
     "group bias": (lambda acc, b: acc + b, 1, ("g1n",)),
 }
 
@@ -56,7 +57,7 @@ def epilogues(way: str, kind: str) -> list[str]:
         return ["plain", "sum", "several", *["residual"] * (accumulator == F32)]
     names = ["plain", "operands", "sum", "products", "several"]
     names += ["residual"] * (accumulator == F32) + ["group bias"] * (kind == "rows")
-    names += ["of rows"] * (accumulator.kind != "c")
+    names += ["of rows"] + ["largest of rows"] * (accumulator.kind != "c")
     names += ["sums"] * (kind != "rows") + ["extremes"] * (kind != "rows" and accumulator.kind != "c")
     return names
 
