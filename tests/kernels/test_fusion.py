@@ -43,6 +43,13 @@ def dgelu(acc, z):
     return (acc * jax.grad(lambda t: jax.nn.gelu(t).sum())(z.astype(jnp.float32))).astype(BF16)
 
 
+def dgated(acc, g, u, s):
+    """The gradients of a gate, of what it multiplies and of their scale, of products in 16 bits."""
+    _, pull = jax.vjp(lambda g, u, s: jax.nn.silu(g) * u * s, g.astype(F32), u.astype(F32), s)
+    dg, du, ds = pull(acc)
+    return dg.astype(BF16), du.astype(BF16), ds
+
+
 def dropout(x, key):
     return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0).astype(BF16)
 
@@ -82,6 +89,7 @@ CASES = {
     "gated, saved": (lambda g, u: ((jax.nn.silu(g) * u).astype(BF16), g.astype(BF16), u.astype(BF16)), 2, ()),
     "float8": (lambda acc, s: (acc * s).astype(jnp.float8_e4m3fn), 1, (((), jnp.float32),)),
     "sum of columns": (lambda acc, z: ((t := dgelu(acc, z)), t.astype(F32).sum(0)), 1, (FULL,)),
+    "sum of rows": (dgated, 1, (FULL, FULL, ROW)),
     "all reductions": (
         lambda acc: (acc.astype(BF16), acc.sum(0), acc.max(1), jnp.abs(acc).max(), acc.min(0)),
         1,
