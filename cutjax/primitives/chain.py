@@ -207,7 +207,8 @@ def _none_if_zero(dot: Any) -> Any:
 # h' @ w2, of the tangents of the accumulators and the operands. h' is made by XLA and read by the second kernel; the
 # transpose is one kernel, the product with w2 transposed whose epilogue multiplies by the activation's derivative.
 # None among the arguments stands for an accumulator that is not needed, or a tangent of zero: ``present`` says which
-# are given. Where there are groups the tangents of operands are of h's shape, for a kernel adds up nothing.
+# are given. Where there are groups the tangents of operands are of h's shape, but for those of a value a row: sums of
+# a row are all that a kernel makes there.
 
 
 def tangent_of_second(
