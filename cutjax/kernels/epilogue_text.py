@@ -178,7 +178,9 @@ def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
                 end.append(
                     f"if (lane % 4 == 0 && row + {8 * h} < to && column < n) {at.format(f'row + {8 * h}')} = r{i}[{h}];"
                 )
-            clear.append(f"for (int r = row + thread; column < n && r < to; r += STAGING_THREADS) {at.format('r')} = 0;")
+            clear.append(
+                f"for (int r = row + thread; column < n && r < to; r += STAGING_THREADS) {at.format('r')} = 0;"
+            )
         else:
             end += [_combine(out, f"r{i}[0]", f"r{i}[1]"), *_shuffles(out, f"r{i}[0]", (1, 2, 4, 8, 16))]
             end.append(f"if (lane == 0 && row < to && column < n) {at.format('row / 16')} = r{i}[0];")
