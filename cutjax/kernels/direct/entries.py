@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.direct.geometry import places_of
 from cutjax.kernels.direct.resolved import Resolved, accumulator_of
-from cutjax.kernels.direct.text import epilogue_text, source
+from cutjax.kernels.direct.text import as_large, epilogue_text, source
 from cutjax.kernels.entry import Entry
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.launch import Pointer
@@ -45,7 +45,8 @@ def _epilogue(kernel: Resolved) -> tuple[str, bool, bool]:
         return "1", False, False
     toeplitz = kernel.config.toeplitz
     copies = kernel.geometry.rows.window if toeplitz else 1  # of the code of a step
-    return "2" if toeplitz else "COLUMNS", copies * instructions(kernel.problem.epilogue) > MOST_INLINED, toeplitz
+    several = "UNIT" if as_large(kernel.problem.epilogue) else "2"
+    return several if toeplitz else "COLUMNS", copies * instructions(kernel.problem.epilogue) > MOST_INLINED, toeplitz
 
 
 def _constants(kernel: Resolved) -> dict[str, int]:

@@ -48,9 +48,9 @@ def epilogue_text(
     """Returns the text of an epilogue of ``count`` neighbours of a row, with its operands' loads and results' stores.
 
     Those of operands that rows share are loaded once. Where it is ``called`` the kernel has one copy of it;
-    ``by_stages`` results go through shared memory, and `planes` of operands, whose words it is told.
+    ``by_stages`` results go through shared memory; where an operand is `as_large`, sums do, and with them `planes`.
     """
-    fields, initial, first, loads, values = [], [], [], [], []
+    fields, initial, first, loads, values, asked = [], [], [], [], [], []
     in_planes = planes(epilogue) if by_stages else []
     for i, spec in enumerate(epilogue.operands):
         vector = f"Vector<Dtype::{DTYPES[spec.dtype].stored}, {count if spec.col else 1}>"
@@ -59,7 +59,10 @@ def epilogue_text(
         initial.append(f"base{i}(base{i})")
         values.append(f"x{i}[{'i' if spec.col else '0'}]")
         if i in in_planes:
-            loads.append(f"{vector} x{i};\n  x{i}.words[0] = done.beside[{in_planes.index(i)}];")
+            at = f"{in_planes.index(i)} * PLANE_BYTES"
+            loads.append(f"{vector} x{i};\n  x{i}.load_shared(done.beside + {at});")
+            base = f"base{i} + (static_cast<i64>(row) * n + column) * {size}"
+            asked.append(f"copy_ahead(to + {at}, {base}, channels);")
         elif spec.row:
             at = f"(static_cast<i64>(row) * extras.n + column) * {size}" if spec.col else f"row * {size}ll"
             loads.append(f"{vector} x{i};\n  x{i}.load(extras.base{i} + {at});")
@@ -78,7 +81,8 @@ def epilogue_text(
         )
         slot = f"buffer + {' + '.join(slots)}"
         staged.append(f"Staged<{dtype}>::stage({slot}, warp, place, found.y{i});")
-        copied.append(f"Staged<{dtype}>::copy({slot}, extras.d{i}, own);")
+        size = np.dtype(out.dtype).itemsize
+        copied.append(f"Staged<{dtype}>::copy({slot}, extras.d{i} + at * {size}, own);")
         slots.append(f"Staged<{dtype}>::WORDS")
     declared = [f"{DTYPES[out.dtype].carrier} y{i}[{count}];" for i, out in enumerate(epilogue.outputs)]
     results = [f"found.y{i}[i]" for i in range(len(epilogue.outputs))]
@@ -87,7 +91,6 @@ def epilogue_text(
     def lines(statements: list[str]) -> str:
         return "".join("\n  " + statement for statement in statements)
 
-    of_planes = [f"  if (i == {j}) return base{i};" for j, i in enumerate(in_planes)]
     qualifier = "__device__ __noinline__" if called else "DEVICE"
     text = f"""{emit.emit(epilogue)}#line 1 "extras (generated)"
 struct Extras {{
@@ -96,13 +99,13 @@ struct Extras {{
   DEVICE Extras(int m, int n{taken}) : m(m), n(n){"".join(", " + x for x in initial)} {{}}
   DEVICE void begin(int column) {{{lines(first)}
   }}
-  DEVICE const char* plane(int i) const {{{lines(of_planes)}
-    return nullptr;
+  DEVICE void ask(u32 to, int row, int column, int channels) const {{{lines(asked)}
   }}
 }};
 constexpr int PLANES = {len(in_planes)};
+constexpr bool AS_LARGE = {str(as_large(epilogue)).lower()};
 struct Done {{
-  Acc acc[{count}];{lines([f"u32 beside[{len(in_planes)}];"] if in_planes else [])}
+  Acc acc[{count}];{lines(["u32 beside;  // where its planes are"] if in_planes else [])}
 }};
 struct Found {{
   {" ".join(declared)}
@@ -117,25 +120,47 @@ struct Found {{
   return found;
 }}
 """
-    if not by_stages:
-        return f"""{text}DEVICE void finish(const Extras& extras, const Done done, int row, int column) {{
+    finish = f"""DEVICE void finish(const Extras& extras, const Done done, int row, int column) {{
   const Found found = results_of(extras, done, row, column);{lines(stores)}
 }}
 """
-    words = [f"done.beside[{i}] = ld_shared_u32(planes + {i} * plane_bytes + at);" for i in range(len(in_planes))]
-    return f"""{text}DEVICE void take(Done& done, u32 planes, int plane_bytes, int at) {{{lines(words)}
+    if not by_stages:
+        return text + finish
+    if as_large(epilogue):
+        beside = "done.beside = planes + v * 2;" if in_planes else ""
+        return f"""{text}{finish}constexpr int STAGED_WORDS = Staged<Dtype::f32>::WORDS;
+DEVICE void stage_results(const Extras&, const Acc (&sums)[2], int, int, u32* buffer, int warp, int place) {{
+  Staged<Dtype::f32>::stage(buffer, warp, place, sums);
 }}
-constexpr int STAGED_WORDS = {" + ".join(slots)};
-DEVICE void stage_results(const Extras& extras, const Done done, int row, int column, u32* buffer, int warp,
+DEVICE void copy_results(Extras& extras, const u32* buffer, const Own& own, int row, u32 planes) {{
+#pragma unroll
+  for (int v = 0; v < 8; v += UNIT) {{
+    if (UNIT < 8 && v >= own.channels) break;
+    extras.begin(own.channel + v);  // again for each row: registers are short
+    Done done;
+    Staged<Dtype::f32>::take(buffer, own, v, done.acc);
+    {beside}
+    finish(extras, done, row, own.channel + v);
+  }}
+}}
+"""
+    return f"""{text}constexpr int STAGED_WORDS = {" + ".join(slots)};
+DEVICE void stage_results(const Extras& extras, const Acc (&sums)[2], int row, int column, u32* buffer, int warp,
                           int place) {{
-  const Found found = results_of(extras, done, row, column);{lines(staged)}
+  const Found found = results_of(extras, Done{{{{sums[0], sums[1]}}}}, row, column);{lines(staged)}
 }}
-DEVICE void copy_results(const Extras& extras, const u32* buffer, const Own& own) {{{lines(copied)}
+DEVICE void copy_results(const Extras& extras, const u32* buffer, const Own& own, int row, u32) {{
+  i64 at = static_cast<i64>(row) * extras.n + own.channel;{lines(copied)}
 }}
 """
 
 
+def as_large(epilogue: Epilogue) -> bool:
+    """True if an operand is as large as a result: a thread had better load several channels of it at once."""
+    return any(spec.row and spec.col for spec in epilogue.operands)
+
+
 def planes(epilogue: Epilogue) -> list[int]:
-    """Returns the operands that go through shared memory by stages: of 16 bits, and of a result's size."""
+    """Returns the operands that are copied into shared memory ahead: of 16 bits, and as large as a result."""
     found = enumerate(epilogue.operands)
     return [i for i, spec in found if spec.row and spec.col and np.dtype(spec.dtype).itemsize == 2]

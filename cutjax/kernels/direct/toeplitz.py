@@ -11,7 +11,7 @@ from cutjax.kernels import reasons
 from cutjax.kernels.device import Device
 from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.geometry import Geometry
-from cutjax.kernels.direct.text import planes
+from cutjax.kernels.direct.text import as_large, planes
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.architectures import number
@@ -134,9 +134,12 @@ class Shape:
         if self.geometry.gradient:
             return 4 * self.lanes * max(self.config.ahead * STEP * sum(pitches), 2 * FRAGMENT * 9)
         of_result = STRIP * FRAGMENT + (2 if self.lanes > 8 else 4)
-        words = sum(np.dtype(out.dtype).itemsize // 2 for out in self.problem.epilogue.outputs)
-        staged = pitches[0] + len(planes(self.problem.epilogue)) * pitches[1]
-        return 4 * self.lanes * STEP * (self.config.ahead * staged + 2 * of_result * words)
+        epilogue = self.problem.epilogue
+        words = sum(np.dtype(out.dtype).itemsize // 2 for out in epilogue.outputs)
+        words = 2 if as_large(epilogue) else words  # sums, not results
+        planes_bytes = 16 * self.threads * len(planes(epilogue))
+        ahead = self.config.ahead * (4 * self.lanes * pitches[0] + planes_bytes)
+        return STEP * (ahead + 8 * self.lanes * of_result * words)
 
     @property
     def most_bytes(self) -> int:

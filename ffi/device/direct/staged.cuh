@@ -57,12 +57,12 @@ struct Tile {
            channel * SIZE<OPERAND>;
   }
 
-  // Of an image that is not there zeros. Those of another array of the same sizes lie `apart` bytes further.
-  DEVICE void load(u32 stage, i64 apart = 0) const {
+  // Of an image that is not there zeros.
+  DEVICE void load(u32 stage) const {
     if (loads == 0) return;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
-      if (i < ALL || i < loads) cp_async<4>(stage + to + 4 * AT_ONCE * i, next + apart + i * step, image < images);
+      if (i < ALL || i < loads) cp_async<4>(stage + to + 4 * AT_ONCE * i, next + i * step, image < images);
   }
   DEVICE void to_next_row() { next += row_bytes; }
   DEVICE void to_next_group() { next += jump, image += by; }
@@ -71,8 +71,7 @@ struct Tile {
   static DEVICE int at(int strip) { return strip / STRIPS * SUB + strip % STRIPS * 8; }
 };
 
-using Pixels = Tile<READ_PIXELS, SUB_PIXELS>;   // under the windows of all places
-using Results = Tile<READ_PLACES, SUB_PLACES>;  // of results, and of what is of their size
+using Pixels = Tile<READ_PIXELS, SUB_PIXELS>;  // under the windows of all places
 
 // The steps of a loop that is unrolled by WINDOW_H of them, so that what moves by STEP rows at each stays in its
 // registers: step(Phase<i>{}) of every i-th, until one returns false.
@@ -94,15 +93,25 @@ DEVICE void clear(u32 base, int bytes) {
   for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) st_shared_v4(base + i, 0, 0, 0, 0);
 }
 
-// The place, and the 8 channels of it, that a thread copies of each row of results; from which element on.
+// The place, and the 8 channels of it from `channel` on, that a thread has of each row of results, of some image.
 struct Own {
-  int place, pair, channels;  // of 8 those that there are; none or less of a place that is not there
-  i64 at;
+  int place, pair, column, channel, channels, image;  // of 8 channels those that there are, or less
 
-  DEVICE Own(const Work& work, int channels) : place(threadIdx.x / (WARPS / 4)), pair(threadIdx.x % (WARPS / 4) * 4) {
-    this->channels = place < TAKEN * 8 ? channels - work.channel - 2 * pair : 0;
+  DEVICE Own(const Work& work, const Chunks& of, int columns, int all_channels)
+      : place(threadIdx.x / (WARPS / 4)), pair(threadIdx.x % (WARPS / 4) * 4) {
+    column = work.column + place % SUB_PLACES, channel = work.channel + 2 * pair, channels = all_channels - channel;
+    image = place < TAKEN * 8 && column < columns && channels > 0 ? work.group * SUBS + place / SUB_PLACES : of.images;
   }
 };
+
+// An operand that is as large as the results is copied ahead, each thread's own 8 channels of it, of 16 bits.
+constexpr int PLANE_BYTES = 16 * THREADS;
+
+DEVICE void copy_ahead(u32 to, const char* p, int channels) {
+#pragma unroll
+  for (int v = 0; v < 8; v += UNIT)
+    if (UNIT == 8 || v < channels) cp_async<2 * UNIT>(to + 2 * v, p + 2 * v, true);
+}
 
 // The results of 16 strips of a dtype, two channels each, on their way to memory.
 template <Dtype D>
@@ -125,6 +134,15 @@ struct Staged {
     }
   }
 
+  // The elements of a thread's channels from `v` on.
+  template <int COUNT>
+  static DEVICE void take(const u32* buffer, const Own& own, int v, Acc (&to)[COUNT]) {
+    static_assert(SIZE<D> == 4);
+    const u32* from = buffer + (own.pair + v / 2) * PITCH + own.place * EACH;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) to[i] = __uint_as_float(from[i / 2 * PITCH + i % 2]);
+  }
+
   static DEVICE void copy(const u32* buffer, char* d, const Own& own) {
     const u32* from = buffer + own.pair * PITCH + own.place * EACH;
 #pragma unroll
@@ -133,7 +151,7 @@ struct Staged {
       u32 words[4] = {};
 #pragma unroll
       for (int i = 0; i < BYTES / 4; ++i) words[i] = from[(v / 2 + i / EACH) * PITCH + i % EACH];
-      st_global<BYTES>(d + (own.at + v) * SIZE<D>, Bytes16{words[0], words[1], words[2], words[3]});
+      st_global<BYTES>(d + v * SIZE<D>, Bytes16{words[0], words[1], words[2], words[3]});
     }
   }
 };

@@ -10,8 +10,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  constexpr int ROW_BYTES = 4 * Pixels::WORDS, PLANE_BYTES = 4 * Results::WORDS;
-  constexpr int STAGE_BYTES = STEP * (ROW_BYTES + PLANES * PLANE_BYTES);
+  constexpr int ROW_BYTES = 4 * Pixels::WORDS, STAGE_BYTES = STEP * (ROW_BYTES + PLANES * PLANE_BYTES);
   u32 base = shared_address(shared_memory);
   u32* staged = reinterpret_cast<u32*>(shared_memory) + STAGES * STAGE_BYTES / 4;
   const Chunks of CHUNKS;
@@ -36,30 +35,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   int steps = (work.end - images.low_h + WINDOW_H - 1 - first + STEP - 1) / STEP, end = first + STEP * steps;
   Pixels rows;
   rows.begin(x, images, work, of.images, first, end - first);
+  int row_of_load = first, left = work.rounds * steps, behind = images.low_h - (WINDOW_H - 1);
   Extras extras(of.images * grid_h * grid_w, images.channels EXTRAS_ARGUMENTS);
-  Results operands;  // of the results that a step ends
-  int behind = images.low_h - (WINDOW_H - 1);
-  if (PLANES > 0) {
-    const Images of_results{grid_h, grid_w, images.channels, 0, 0};
-    operands.begin(extras.plane(0), of_results, work, of.images, first + behind, end - first);
-  }
-  int row_of_load = first, left = work.rounds * steps;
+  Own own(work, of, grid_w, images.channels);
+  // With a step's pixels come the planes of the results that leave in it: those that the step before it ends.
+  int asked = work.row - STEP, asked_image = own.image;
   auto load = [&](u32 stage, bool there) {
+    if (PLANES > 0) {
+#pragma unroll
+      for (int r = 0; r < STEP; ++r) {
+        int result_row = asked + r, pixel = (asked_image * grid_h + result_row) * grid_w + own.column;
+        u32 planes = stage + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES + 16 * threadIdx.x;
+        if (result_row >= work.row && result_row < work.end && asked_image < of.images)
+          extras.ask(planes, pixel, own.channel, own.channels);
+      }
+      if (asked + STEP >= work.end) asked_image += work.by * SUBS;
+      asked = there ? row_of_load + behind : work.end;
+    }
     if (there) {
 #pragma unroll
       for (int r = 0; r < STEP; ++r) {
         if (static_cast<u32>(row_of_load + r) < static_cast<u32>(images.height)) rows.load(stage + r * ROW_BYTES);
         rows.to_next_row();
-        if (PLANES == 0) continue;
-        int result_row = row_of_load + r + behind;
-        u32 plane = stage + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES;
-#pragma unroll
-        for (int p = 0; p < PLANES; ++p)
-          if (result_row >= work.row && result_row < work.end)
-            operands.load(plane + p * PLANE_BYTES, extras.plane(p) - extras.plane(0));
-        operands.to_next_row();
       }
-      if ((row_of_load += STEP) == end) row_of_load = first, rows.to_next_group(), operands.to_next_group();
+      if ((row_of_load += STEP) == end) row_of_load = first, rows.to_next_group();
     }
     cp_async_commit_group();
   };
@@ -75,15 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         __byte_perm(two[i % 2 * 2].words[0], two[i % 2 * 2 + 1].words[0], i / 2 % 2 ? 0x7632 : 0x5410);
   }
 
-  if (channel < images.channels) extras.begin(channel);
-  Own own(work, images.channels);
-  int own_column = work.column + own.place % SUB_PLACES, own_image = work.group * SUBS + own.place / SUB_PLACES;
-  if (own_column >= grid_w || own.channels <= 0) own_image = 1 << 30;  // of no row
-  i64 result_row = static_cast<i64>(grid_w) * images.channels;
-  own.at = (static_cast<i64>(own_image) * grid_h + work.row) * result_row +
-           static_cast<i64>(own_column) * images.channels + work.channel + 2 * own.pair;
-  i64 result_jump = (static_cast<i64>(work.by) * SUBS * grid_h - (work.end - work.row)) * result_row;
-
+  if (!AS_LARGE && channel < images.channels) extras.begin(channel);
   u32 strips[2];  // this lane's, of those in `from`
 #pragma unroll
   for (int h = 0; h < 2; ++h)
@@ -92,14 +83,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   int row = first, group = work.group, buffer = 0;
   int ended = work.row - STEP;  // of the rows of the result, the first that the last step ended
   u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
-  auto copy = [&] {
+  auto copy = [&] {  // of the rows that the last step ended
 #pragma unroll
     for (int r = 0; r < STEP; ++r) {
-      if (ended + r < work.row || ended + r >= work.end) continue;
-      if (own_image < of.images) copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own);
-      own.at += result_row;
+      int result_row = ended + r, pixel = (own.image * grid_h + result_row) * grid_w + own.column;
+      u32 planes = from + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES + 16 * threadIdx.x;
+      if (result_row >= work.row && result_row < work.end && own.image < of.images)
+        copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own, pixel, planes);
     }
-    if (ended + STEP >= work.end) own.at += result_jump, own_image += work.by * SUBS;
+    if (ended + STEP >= work.end) own.image += work.by * SUBS;
   };
   auto step = [&](auto phase) {
     cp_async_wait_group<STAGES - 2>();
@@ -134,11 +126,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
           int strip = quad + j / 2 * 8, column = strip % STRIPS * 8 + 2 * part + j % 2;
           int pixel = ((group * SUBS + strip / STRIPS) * grid_h + ended + r) * grid_w + work.column + column;
           if (channel >= images.channels) continue;
-          Done values{{sum[0][j], sum[1][j]}};
-          take(values, from + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES, PLANE_BYTES,
-               4 * (warp * Results::PITCH + Results::at(strip) + column % 8));
+          const Acc two[2] = {sum[0][j], sum[1][j]};
           u32* of_row = staged + (buffer + r) * STAGED_WORDS;
-          stage_results(extras, values, min(pixel, extras.m - 1), channel, of_row, warp, 8 * strip + column % 8);
+          stage_results(extras, two, min(pixel, extras.m - 1), channel, of_row, warp, 8 * strip + column % 8);
         }
       }
     }
@@ -155,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     while (in_turn(step)) {
     }
   }
+  if (PLANES > 0) cp_async_wait_group<0>();
   __syncthreads();
   copy();
 }

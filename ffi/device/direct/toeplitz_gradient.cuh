@@ -4,7 +4,7 @@
 // neighbouring channels. It goes down the rows of pixels and has the last WINDOW_H rows of the gradient in registers;
 // steps are unrolled, so that none of them moves. A block writes one of the parts, which sum.cuh adds up.
 
-using Gradients = Results;
+using Gradients = Tile<READ_PLACES, SUB_PLACES>;
 
 constexpr int MATRIX_PITCH = 9, MATRIX_WORDS = 16 * MATRIX_PITCH;  // of 16 rows of 8 places, in shared memory
 
