@@ -28,6 +28,7 @@ FILES = (
     "mma/math.cuh",
     "mma/instruction.cuh",
 )
+WGMMA = ("common/tma.cuh", "sm90/atoms.cuh")
 OWN = ("network/fragments.cuh", "network/sums.cuh")
 LAUNCH_US = 3.0
 MHZ = 1755.0
@@ -51,7 +52,7 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma + f"q{c.polynomial}" * bool(c.polynomial)
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -65,10 +66,14 @@ class Kernel(Resolved):
             "M_TILES": c.tiles,
             "BLOCKS_PER_SM": c.blocks,
         }
+        files = (*FILES, *WGMMA) if c.wgmma else FILES
+        own = (*OWN, "network/warpgroups.cuh") if c.wgmma else OWN
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
+        if c.polynomial:
+            head += f"constexpr u32 POLYNOMIAL = {sum(1 << 3 * i % 8 for i in range(c.polynomial))};\n"
         head += f"constexpr Math MATH = Math::{self.math};\n"
         return sources.source(
-            self.name, constants, ["#define ACCUMULATOR float\n", *FILES, head, *OWN, text.kernel_text(self)]
+            self.name, constants, ["#define ACCUMULATOR float\n", *files, head, *own, text.kernel_text(self)]
         )
 
     def reasons(self) -> list[str]:
@@ -77,6 +82,8 @@ class Kernel(Resolved):
         found = []
         if c.planes and (self.parts > 1 or self.element_bytes > 2 or not c.chained or c.memory_sums):
             found.append("planes are of 16-bit operands, chained rows and sums in registers")
+        if c.wgmma and (self.parts > 1 or self.element_bytes > 2 or not c.chained or c.warps % 4 or p.arch != "sm_90a"):
+            found.append("wgmma is of warpgroups, 16-bit operands, chained rows, and sm_90a")
         if c.planes and not self.schedule.planes:
             found.append("no outer products, whose factors planes have")
         most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)

@@ -38,6 +38,8 @@ class Config:
       blocks: on an SM.
       planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
         else they are stashed, and staged there for each sum.
+      wgmma: whether warpgroups multiply all columns of a stage at once, where its matrices' columns are multiples of 64.
+      polynomial: of 8 results of tanh, how many are those of a polynomial rather than of the special-function unit.
     """
 
     warps: int
@@ -47,6 +49,8 @@ class Config:
     memory_sums: bool = False
     blocks: int = 1
     planes: bool = False
+    wgmma: bool = False
+    polynomial: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,10 +128,13 @@ class Resolved:
     def _shared(self) -> tuple[dict[int, int], int, int]:
         """The places in shared memory of matrices, vectors and sums, by number; of what is staged; of the stash."""
         at, found = 0, {}
-        for i, kind in enumerate(self.problem.program.inputs):
+        for i, kind in sorted(enumerate(self.problem.program.inputs), key=lambda x: not self.swizzled(x[0])):
             if kind.name == "rows":
                 continue
             found[i] = at
+            if self.swizzled(i):
+                at += 2 * padded(kind.sizes[0]) * padded(kind.sizes[1])
+                continue
             if kind.name == "matrix":
                 k, n = map(padded, kind.sizes)
                 at += self.parts * k * (n * self.element_bytes + 16)
@@ -194,6 +201,18 @@ class Resolved:
         """Shared memory of a block."""
         return self.stash_place + (0 if self.config.memory else self.stash_bytes)
 
+    def swizzled(self, x: int) -> bool:
+        """True if an input is a matrix that wgmma may multiply by."""
+        kind = self.problem.program.inputs[x]
+        return self.config.wgmma and kind.name == "matrix" and padded(kind.sizes[1]) % 64 == 0
+
+    def at_once(self, place: int) -> bool:
+        """True if wgmma multiplies all columns of the stage of some place."""
+        stage, schedule = self.schedule.stages[place], self.schedule
+        terms = schedule.terms(stage)
+        loaded = all(self.ahead[place] or (place, x) in schedule.handed for x in schedule.multiplied(stage))
+        return bool(terms) and loaded and all(self.swizzled(matrix) for matrix, _ in terms)
+
     # Registers.
 
     @functools.cached_property
@@ -214,6 +233,8 @@ class Resolved:
         more = len(set(multiplied) - set(held)) * self.words * tiles
         read = {x for step, _ in stage.maps for x in step.values if x not in stage.makes}
         chunks = 8 * tiles * min(len(stage.makes) + len(read), 2 * len(stage.affine) + 4)
+        if self.at_once(place):
+            return self._fragments(held) + len(stage.affine) * tiles * padded(stage.width) // 2 + chunks
         return self._fragments(held) + self._fragments(handed) + more + chunks + self.words
 
     @property

@@ -10,6 +10,7 @@ from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.network.program import Affine, Map
 from cutjax.kernels.network.resolved import Resolved
 from cutjax.kernels.network.schedule import OuterPhase, Stage, padded
+from cutjax.kernels.sm90.text import wgmma
 
 _UNROLL = {True: "#pragma unroll", False: "#pragma unroll 1"}
 
@@ -17,6 +18,8 @@ _UNROLL = {True: "#pragma unroll", False: "#pragma unroll 1"}
 def functions(of: Resolved) -> str:
     """Returns the text of the elementwise functions, each a function of its values and its results."""
     found = [emit.emit(function).replace("epilogue_element", f"function{i}") for function, i in numbers(of).items()]
+    if of.config.polynomial:
+        found += [text.replace("function", "other").replace("tanh_approx(", "tanh_polynomial(") for text in found]
     return "".join(found)
 
 
@@ -53,7 +56,7 @@ class Body:
     def _prologue(self) -> Iterator[str]:
         of = self.of
         yield "const int network = blockIdx.x / blocks, first = blockIdx.x % blocks;"
-        yield "extern __shared__ __align__(128) unsigned char shared_memory[];"
+        yield "extern __shared__ __align__(1024) unsigned char shared_memory[];"
         yield "const u32 shared = shared_address(shared_memory);"
         stored: list[str] = []  # what waits for loads of vectors, all of which are on their way
         for i, (kind, (dtype, own)) in enumerate(zip(self.program.inputs, of.problem.given, strict=True)):
@@ -68,7 +71,7 @@ class Body:
                 stored.append(f"if (threadIdx.x < {padded(n)}) vector{i}[threadIdx.x] = element{i};")
             elif kind.name == "matrix":
                 k, n = kind.sizes
-                yield f"Matrix<{padded(n)}, {padded(k)}>::load(shared + {of.places[i]}, in{i}, {k}, {n});"
+                yield f"{self._matrix(i)}::load(shared + {of.places[i]}, in{i}, {k}, {n});"
             elif kind.name == "vector":
                 (n,) = kind.sizes
                 yield f"float* const vector{i} = reinterpret_cast<float*>(shared_memory + {of.places[i]});"
@@ -92,7 +95,13 @@ class Body:
                 yield f"products{x}.clear();"
         yield "cp_async_commit_group();"
         yield "cp_async_wait_group<0>();"
+        if of.config.wgmma:
+            yield "fence_proxy_async();"
         yield "__syncthreads();"
+
+    def _matrix(self, x: int) -> str:
+        k, n = self.program.kinds[x].sizes
+        return f"{'Swizzled' if self.of.swizzled(x) else 'Matrix'}<{padded(n)}, {padded(k)}>"
 
     def _size(self, i: int) -> str:
         return f"SIZE<Dtype::{DTYPES[self.of.problem.dtypes[i]].stored}>"
@@ -204,7 +213,12 @@ class Body:
         made = ", ".join(f"c{x}.x[i][h][e]" for x in values)
         yield "EACH_ELEMENT {"
         yield f"  const float value[{len(step.values)}] = {{{given}}};"
-        yield f"  function{self.functions[self.of.function(step, values)]}(value, 0, 0, {made});"
+        call = f"{self.functions[self.of.function(step, values)]}(value, 0, 0, {made});"
+        if self.of.config.polynomial:
+            yield "  if ((POLYNOMIAL >> (4 * h + e)) & 1)"
+            yield f"    other{call}"
+            yield "  else"
+        yield f"  function{call}"
         yield "}"
 
     def _stage(self, stage: Stage) -> Iterator[str]:
@@ -226,6 +240,8 @@ class Body:
         for x in ahead:
             yield f"    Fragment f{x}[{padded(schedule.width(x)) // 16}];"
             yield from (f"  {line}" for line in self._columns(x, [f"f{x}[j] = packed(c{x});"], True))
+        if self.of.at_once(self.place):
+            yield from (f"    {line}" for line in self._multiplied_at_once(stage))
         yield f"    {_UNROLL[chained]}"
         yield f"    for (int j = 0; j < {slices}; ++j) {{"
         yield from (f"      {line}" for line in self._columns_of(stage, ahead, handed))
@@ -241,18 +257,53 @@ class Body:
             cleared = f"{self._staged(x)}::clear(shared + {self.of.plane(x).start}, row, rows);"
             yield f"  if ((tile + 1) * ROWS > rows) {cleared}"
 
-    def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
+    def _multiplied_at_once(self, stage: Stage) -> Iterator[str]:
+        """Yields the products of all columns of a stage, as sums ``s<value>``."""
+        slices = padded(stage.width) // 16
+        for x in stage.affine:
+            yield f"Sums<{8 * slices}> s{x};"
+        yield _UNROLL[True]
+        yield f"for (int j = 0; j < {slices}; ++j) {{"
+        for x in stage.affine:
+            yield from (f"  {line}" for line in self._first(x))
+            yield f"  s{x}.set(c{x}, j);"
+        yield "}"
+        yield "wgmma_fence();"
+        yield _UNROLL[True]
+        yield "for (int i = 0; i < M_TILES; ++i) {"
+        for (matrix, transposed), pairs in self.schedule.terms(stage).items():
+            k, n = self.program.kinds[matrix].sizes
+            t = str(transposed).lower()
+            yield f"  {_UNROLL[True]}"
+            yield f"  for (int k = 0; k < {padded(n if transposed else k) // 16}; ++k) {{"
+            yield f"    const u64 b = {self._matrix(matrix)}::descriptor<{t}>(shared + {self.of.places[matrix]}, k);"
+            for result, x in pairs:
+                yield f"    {wgmma_name(stage, transposed)}(s{result}.x[i], f{x}[k].w[i], b, 1);"
+            yield "  }"
+        yield "}"
+        yield "wgmma_commit_group();"
+        yield "wgmma_wait_group<0>();"
+        for x in stage.affine:
+            yield _UNROLL[True]
+            yield f"for (int i = 0; i < M_TILES; ++i) wgmma_done(s{x}.x[i]);"
+
+    def _first(self, x: int) -> Iterator[str]:
+        """Yields what products are added to: a chunk of vectors, or of zeros."""
+        step, _ = self.schedule.makers[x]
+        assert isinstance(step, Affine)
+        first, *more = step.vectors or (None,)
+        yield f"Chunk c{x}{{}};" if first is None else f"Chunk c{x} = vector_rows(vector{first}, j);"
+        for vector in more:
+            yield f"add_vector(c{x}, vector{vector}, j);"
+
+    def _products_of(self, stage: Stage, ahead: list[int]) -> Iterator[str]:
+        """Yields the products of 16 columns of a stage."""
         schedule = self.schedule
         for x in stage.affine:
-            step, _ = schedule.makers[x]
-            assert isinstance(step, Affine)
-            first, *more = step.vectors or (None,)
-            yield f"Chunk c{x}{{}};" if first is None else f"Chunk c{x} = vector_rows(vector{first}, j);"
-            for vector in more:
-                yield f"add_vector(c{x}, vector{vector}, j);"
+            yield from self._first(x)
         for (matrix, transposed), pairs in schedule.terms(stage).items():
             k, n = self.program.kinds[matrix].sizes
-            there = f"Matrix<{padded(n)}, {padded(k)}>::columns<{str(transposed).lower()}>"
+            there = f"{self._matrix(matrix)}::columns<{str(transposed).lower()}>"
             slices = padded(n if transposed else k) // 16
             late = dict.fromkeys(x for _, x in pairs if x not in ahead and (self.place, x) not in schedule.handed)
             yield _UNROLL[not late]
@@ -267,6 +318,13 @@ class Body:
             for result, x in pairs:
                 yield f"  multiply_add(c{result}, f{x}{'' if x in late else '[k]'}, b);"
             yield "}"
+
+    def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
+        schedule = self.schedule
+        if self.of.at_once(self.place):
+            yield from (f"const Chunk c{x} = s{x}.chunk(j);" for x in stage.affine)
+        else:
+            yield from self._products_of(stage, ahead)
         known = set(stage.makes)
         if function := schedule.function(stage):
             known -= {x for _, values in stage.maps for x in values}
@@ -337,11 +395,26 @@ class Body:
             yield "}"
 
 
+def wgmma_name(stage: Stage, transposed: bool) -> str:
+    """Returns the name of the instruction that multiplies all columns of a stage."""
+    return f"wgmma{padded(stage.width)}{'t' * transposed}"
+
+
+def _instructions(of: Resolved) -> str:
+    """Returns the text of the instructions of wgmma."""
+    found = {}
+    for place, stage in enumerate(of.schedule.stages):
+        for _, transposed in of.schedule.terms(stage) if of.at_once(place) else ():
+            name, dtype = wgmma_name(stage, transposed), of.problem.dtype
+            found[name] = wgmma(padded(stage.width), dtype, dtype, True, transposed, True).replace("wgmma(", f"{name}(")
+    return "".join(found.values()).replace("Acc (", "float (")
+
+
 def kernel_text(of: Resolved) -> str:
     """Returns the text of the kernel itself."""
     parameters = ", ".join(argument.declaration for argument in of.arguments)
     return f"""#line 1 "network (generated)"
-{functions(of)}#line 1 "body (generated)"
+{_instructions(of)}{functions(of)}#line 1 "body (generated)"
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL({parameters}) {{
 {Body(of).text()}}}
 """
