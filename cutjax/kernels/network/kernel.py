@@ -52,7 +52,7 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma + f"q{c.polynomial}" * bool(c.polynomial)
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma + "o" * c.outer_wgmma + f"q{c.polynomial}" * bool(c.polynomial)
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -67,7 +67,7 @@ class Kernel(Resolved):
             "BLOCKS_PER_SM": c.blocks,
         }
         files = (*FILES, *WGMMA) if c.wgmma else FILES
-        own = (*OWN, "network/warpgroups.cuh") if c.wgmma else OWN
+        own = (*OWN, text.instructions(self), "network/warpgroups.cuh") if c.wgmma else OWN
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
         if c.polynomial:
             head += f"constexpr u32 POLYNOMIAL = {sum(1 << 3 * i % 8 for i in range(c.polynomial))};\n"
@@ -84,6 +84,10 @@ class Kernel(Resolved):
             found.append("planes are of 16-bit operands, chained rows and sums in registers")
         if c.wgmma and (self.parts > 1 or self.element_bytes > 2 or not c.chained or c.warps % 4 or p.arch != "sm_90a"):
             found.append("wgmma is of warpgroups, 16-bit operands, chained rows, and sm_90a")
+        if c.outer_wgmma:
+            sizes = [tuple(map(padded, p.program.kinds[x].sizes)) for x in self.schedule.outers]
+            if not (c.planes and c.wgmma) or any(a % 64 and b % 64 for a, b in sizes):
+                found.append("wgmma of outer products is of planes, one of a multiple of 64 columns")
         if c.planes and not self.schedule.planes:
             found.append("no outer products, whose factors planes have")
         most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)

@@ -39,6 +39,7 @@ class Config:
       planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
         else they are stashed, and staged there for each sum.
       wgmma: whether warpgroups multiply all columns of a stage at once, where its matrices' columns are multiples of 64.
+      outer_wgmma: whether warpgroups multiply outer products of their rows so too.
       polynomial: of 8 results of tanh, how many are those of a polynomial rather than of the special-function unit.
     """
 
@@ -51,6 +52,7 @@ class Config:
     planes: bool = False
     wgmma: bool = False
     polynomial: int = 0
+    outer_wgmma: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,8 +143,13 @@ class Resolved:
             else:
                 at += 4 * padded(kind.sizes[0])
         for _, x in self.schedule.sums:
+            if self.config.outer_wgmma and x in self.summed.values():
+                continue
             found[x] = at
             at += 4 * self.config.warps * padded(self.problem.program.kinds[x].sizes[0])
+        if self.config.outer_wgmma:
+            at = -(-at // 1024) * 1024
+            return found, at, at + self._planes[1] + 128 * self.rows_of_warpgroup
         if self.config.planes:
             return found, at, at + self._planes[1]
         return found, at, at + max((sum(self._staged_bytes(x)) for x in self.schedule.outer_phases), default=0)
@@ -152,7 +159,7 @@ class Resolved:
         return a, b
 
     def _plane_bytes(self, width: int) -> int:
-        more = 32 if self.math == "tf32" else 16
+        more = 32 if self.math == "tf32" else 16 * (not self.config.outer_wgmma)
         return self.parts * self.rows * (padded(width) * self.element_bytes + more)
 
     @functools.cached_property
@@ -200,6 +207,26 @@ class Resolved:
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
         return self.stash_place + (0 if self.config.memory else self.stash_bytes)
+
+    @property
+    def rows_of_warpgroup(self) -> int:
+        """Rows of a tile that a warpgroup has."""
+        return 64 * self.config.tiles
+
+    @property
+    def ones(self) -> int:
+        """The place in shared memory of ones, as many rows of 64 as a warpgroup has."""
+        return self._shared[2] - 128 * self.rows_of_warpgroup
+
+    @functools.cached_property
+    def summed(self) -> dict[OuterPhase, int]:
+        """The sums of columns that come with outer products."""
+        found = self.schedule.summed
+        if not self.config.outer_wgmma:
+            return found
+        apart = {x for phase, x in found.items()
+                 if padded(self.schedule.width(phase.b)) % 64 or padded(self.schedule.width(phase.a)) not in (16, 32, 64)}
+        return {phase: x for phase, x in found.items() if x not in apart}
 
     def swizzled(self, x: int) -> bool:
         """True if an input is a matrix that wgmma may multiply by."""
@@ -257,6 +284,9 @@ class Resolved:
         """Registers of a thread that have sums of outer products."""
         kinds, found = self.problem.program.kinds, 0
         for a, b in (kinds[x].sizes for x in self.schedule.outers):
+            if self.config.outer_wgmma:
+                found += padded(a) * padded(b) // 128 + 4
+                continue
             found += 8 * -(-padded(a) // 16 * padded(b) // 16 // self.config.warps)
         return found
 

@@ -40,6 +40,7 @@ class Body:
         self.read, self.made = set(self.schedule.planes), set[int]()
         self.waiting: Collection[int] = ()  # of a stage, what it writes to planes at its end
         self.functions = numbers(of)
+        self.pending = False  # whether wgmmas of outer products are waited for
         self.place = 0  # of a stage
 
     def text(self) -> str:
@@ -82,6 +83,8 @@ class Body:
         if of.partials:
             yield f"partials += static_cast<i64>(blockIdx.x) * {of.partials};"
         for _, x in self.schedule.sums:
+            if x not in of.places:
+                continue
             width, at = padded(self.program.kinds[x].sizes[0]), of.places[x]
             yield f"float* const sums{x} = reinterpret_cast<float*>(shared_memory + {at});"
             yield f"for (int at = threadIdx.x; at < WARPS * {width}; at += THREADS) sums{x}[at] = 0.0f;"
@@ -93,6 +96,10 @@ class Body:
             for x in self.schedule.outers:
                 yield f"{self._products(x)} products{x};"
                 yield f"products{x}.clear();"
+        if of.config.outer_wgmma:
+            one = "0x3c003c00" if of.math == "f16" else "0x3f803f80"
+            yield f"for (int at = threadIdx.x; at < {32 * of.rows_of_warpgroup}; at += THREADS)"
+            yield f"  st_shared_u32(shared + {of.ones} + at * 4, {one});"
         yield "cp_async_commit_group();"
         yield "cp_async_wait_group<0>();"
         if of.config.wgmma:
@@ -108,6 +115,9 @@ class Body:
 
     def _products(self, x: int) -> str:
         a, b = self.program.kinds[x].sizes
+        if self.of.config.outer_wgmma:
+            summed = any(phase.result == x for phase in self.of.summed)
+            return f"WarpgroupProducts<{a}, {b}, {str(summed).lower()}>"
         return f"HeldProducts<{a}, {b}>"
 
     def _tile(self) -> Iterator[str]:
@@ -122,7 +132,7 @@ class Body:
             yield f"  for (int j = 0; j < {padded(self.schedule.width(x)) // 16}; ++j)"
             yield f"    {self._staged(x)}::store(shared + {self.of.plane(x).start}, packed({loaded}), j);"
         for step, x in self.schedule.sums:
-            if x in self.schedule.summed.values():
+            if x in self.of.summed.values():
                 continue
             for value in filter(self.schedule.is_input, step.values):
                 yield from self._columns(value, [f"add_columns({self._sums(x)}, c{value}, row, rows, j);"])
@@ -132,6 +142,8 @@ class Body:
                 self.place += 1
             else:
                 yield from self._outer(phase)
+        if self.pending:
+            yield "  wgmma_wait_group<0>();"
 
     def _fetched(self, tile: str) -> Iterator[str]:
         """Yields the loads of what is prefetched for a tile."""
@@ -156,7 +168,15 @@ class Body:
         self.made.update(values)
 
     def _barrier(self) -> Iterator[str]:
-        yield "__syncthreads();"
+        if self.of.config.outer_wgmma:
+            if self.pending:
+                yield "wgmma_wait_group<0>();"
+                self.pending = False
+            if self.made:
+                yield "fence_proxy_async();"
+            yield "warpgroup_barrier();"
+        else:
+            yield "__syncthreads();"
         self.read.clear()
         self.made.clear()
 
@@ -167,7 +187,7 @@ class Body:
         )
 
     def _staged(self, x: int) -> str:
-        return f"Staged<{padded(self.schedule.width(x))}>"
+        return f"{'Plane' if self.of.config.outer_wgmma else 'Staged'}<{padded(self.schedule.width(x))}>"
 
     def _sums(self, x: int) -> str:
         return f"sums{x} + threadIdx.x / 32 * {padded(self.program.kinds[x].sizes[0])}"
@@ -283,6 +303,7 @@ class Body:
         yield "}"
         yield "wgmma_commit_group();"
         yield "wgmma_wait_group<0>();"
+        self.pending = False
         for x in stage.affine:
             yield _UNROLL[True]
             yield f"for (int i = 0; i < M_TILES; ++i) wgmma_done(s{x}.x[i]);"
@@ -377,16 +398,26 @@ class Body:
         if self._meet(factors, self.made):
             yield from (f"  {line}" for line in self._barrier())
         self.read.update(factors)
-        more = f", {self._sums(self.schedule.summed[phase])}" if phase in self.schedule.summed else ""
+        if self.of.config.outer_wgmma:
+            self.pending = True
+            yield f"  products{phase.result}.add(shared + {places[0]}, shared + {places[1]}, shared + {self.of.ones});"
+            return
+        more = f", {self._sums(self.of.summed[phase])}" if phase in self.of.summed else ""
         yield f"  products{phase.result}.add(shared + {places[0]}, shared + {places[1]}{more});"
 
     def _finish(self) -> Iterator[str]:
         if not self.of.config.memory_sums:
             for x in self.schedule.outers:
-                yield f"products{x}.store(partials + {self.of.sums[x]});"
+                sums = ""
+                if self.of.config.outer_wgmma:
+                    found = [at for phase, at in self.of.summed.items() if phase.result == x]
+                    sums = f", partials + {self.of.sums[found[0]]}" if found else ", nullptr"
+                yield f"products{x}.store(partials + {self.of.sums[x]}{sums});"
         if self.schedule.sums:
             yield "__syncthreads();"
         for _, x in self.schedule.sums:
+            if x not in self.of.places:
+                continue
             (width,) = self.program.kinds[x].sizes
             yield f"for (int at = threadIdx.x; at < {width}; at += THREADS) {{"
             yield "  float sum = 0.0f;"
@@ -400,13 +431,18 @@ def wgmma_name(stage: Stage, transposed: bool) -> str:
     return f"wgmma{padded(stage.width)}{'t' * transposed}"
 
 
-def _instructions(of: Resolved) -> str:
+def instructions(of: Resolved) -> str:
     """Returns the text of the instructions of wgmma."""
     found = {}
     for place, stage in enumerate(of.schedule.stages):
         for _, transposed in of.schedule.terms(stage) if of.at_once(place) else ():
             name, dtype = wgmma_name(stage, transposed), of.problem.dtype
             found[name] = wgmma(padded(stage.width), dtype, dtype, True, transposed, True).replace("wgmma(", f"{name}(")
+    for x in of.schedule.outers if of.config.outer_wgmma else ():
+        a, b = map(padded, of.problem.program.kinds[x].sizes)
+        n = (a if b % 64 == 0 else b) + 8 * any(phase.result == x for phase in of.summed)
+        dtype = of.problem.dtype
+        found[n] = wgmma(n, dtype, dtype, False, False).replace("wgmma(", "wgmma_outer(")
     return "".join(found.values()).replace("Acc (", "float (")
 
 
@@ -414,7 +450,7 @@ def kernel_text(of: Resolved) -> str:
     """Returns the text of the kernel itself."""
     parameters = ", ".join(argument.declaration for argument in of.arguments)
     return f"""#line 1 "network (generated)"
-{_instructions(of)}{functions(of)}#line 1 "body (generated)"
+{functions(of)}#line 1 "body (generated)"
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL({parameters}) {{
 {Body(of).text()}}}
 """

@@ -65,3 +65,110 @@ struct Sums {
   }
   DEVICE void set(const Chunk& c, int j) { EACH_ELEMENT x[i][8 * j + 4 * h + e] = c.x[i][h][e]; }
 };
+
+// ---- sums of outer products of a warpgroup's rows, both factors in shared memory ----
+
+constexpr int OWN_ROWS = 64 * M_TILES;  // of a warpgroup
+
+DEVICE int warpgroup() { return uniform(threadIdx.x / 128); }
+DEVICE void warpgroup_barrier() { asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup()) : "memory"); }
+
+// A block's rows of COLUMNS, as Staged, in chunks of columns that are swizzled, so that rows may be k.
+template <int COLUMNS>
+struct Plane {
+  static constexpr int SPAN = COLUMNS % 64 == 0 ? 128 : COLUMNS % 32 == 0 ? 64 : 32;  // bytes of a row of a chunk
+  static constexpr int CHUNK = ROWS * SPAN, CHUNKS = 2 * COLUMNS / SPAN;
+
+  static DEVICE u32 own_row(u32 plane, int j) {
+    int row = threadIdx.x / 32 * (16 * M_TILES) + lane() % 16, vector = 2 * j + lane() / 16;  // of 16 bytes
+    int swizzled = vector % (SPAN / 16) ^ row * SPAN / 128 % (SPAN / 16);
+    return plane + vector / (SPAN / 16) * CHUNK + row * SPAN + swizzled * 16;
+  }
+
+  static DEVICE void store(u32 to, const Fragment& f, int j) {
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+      stmatrix_x4(own_row(to, j) + 16 * i * SPAN, f.w[i][0], f.w[i][1], f.w[i][2], f.w[i][3]);
+  }
+
+  static DEVICE void clear(u32 plane, int row, int rows) {
+    __syncwarp();
+    for (int j = 0; j < COLUMNS / 16; ++j)
+      for (int i = 0; i < M_TILES; ++i)
+        if (row - lane() / 4 + lane() % 16 + 16 * i >= rows) {
+          u32 place = own_row(plane, j) + 16 * i * SPAN;
+          st_shared_v2(place, 0u, 0u);
+          st_shared_v2(place + 8, 0u, 0u);
+        }
+  }
+
+  static DEVICE Chunk load(u32 from, int j) {
+    Chunk c;
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i) {
+      u32 w[4];
+      ldmatrix_x4(own_row(from, j) + 16 * i * SPAN, w[0], w[1], w[2], w[3]);
+#pragma unroll
+      for (int of = 0; of < 4; ++of) {
+        Pair<OPERAND> pair;
+        pair.bits[0] = w[of];
+        c.x[i][of / 2][of % 2 * 2] = pair[0], c.x[i][of / 2][of % 2 * 2 + 1] = pair[1];
+      }
+    }
+    return c;
+  }
+
+  // The descriptor of 16 of this warpgroup's rows, as k; the next chunk is so many bytes further on.
+  static DEVICE u64 descriptor(u32 plane, int step, u32 next) {
+    constexpr u64 HIGH = u64(SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3) << 62 | u64(8 * SPAN >> 4) << 32;
+    return HIGH | next >> 4 << 16 | (plane + warpgroup() * OWN_ROWS * SPAN + step * 16 * SPAN) >> 4;
+  }
+};
+
+// Sums of outer products of rows of A and of B columns; with SUMS, those of B's columns come as products with ones.
+template <int A, int B, bool SUMS>
+struct WarpgroupProducts {
+  static constexpr int WIDE_A = (A + 15) / 16 * 16, WIDE_B = (B + 15) / 16 * 16;
+  static constexpr bool FLIPPED = WIDE_B % 64 == 0;  // B's columns are the rows of wgmma
+  static constexpr int M = FLIPPED ? WIDE_B : WIDE_A, N = FLIPPED ? WIDE_A : WIDE_B, COUNT = N / 2 + 4 * SUMS;
+  static_assert(M % 64 == 0 && (!SUMS || (FLIPPED && Plane<N>::CHUNKS == 1)));
+  float x[M / 64][COUNT];
+
+  DEVICE void clear() {
+#pragma unroll
+    for (int m = 0; m < M / 64; ++m)
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) x[m][i] = 0.0f;
+  }
+
+  // Begins to add; planes are read until wgmmas are waited for.
+  DEVICE void add(u32 of_a, u32 of_b, u32 ones) {
+    const u32 of_m = FLIPPED ? of_b : of_a, of_n = FLIPPED ? of_a : of_b;
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < OWN_ROWS / 16; ++step)
+#pragma unroll
+      for (int m = 0; m < M / 64; ++m)
+        wgmma_outer(x[m], Plane<M>::descriptor(of_m + m * Plane<M>::CHUNK, step, 0),
+                    Plane<N>::descriptor(of_n, step, SUMS ? ones - of_n - warpgroup() * (OWN_ROWS * Plane<N>::SPAN)
+                                                          : Plane<N>::CHUNK), 1);
+    wgmma_commit_group();
+  }
+
+  DEVICE void store(float* to, float* sums) {
+#pragma unroll
+    for (int m = 0; m < M / 64; ++m) wgmma_done(x[m]);
+    for (int group = 0; group < WARPS / 4; ++group) {
+      if (group > 0) __syncthreads();
+      if (warpgroup() == group)
+#pragma unroll
+        for (int i = 0; i < M / 64 * COUNT; ++i) {
+          int e = i % COUNT, m = i / COUNT * 64 + threadIdx.x / 32 % 4 * 16 + lane() / 4 + e / 2 % 2 * 8;
+          int n = e / 4 * 8 + lane() % 4 * 2 + e % 2;
+          int a = FLIPPED ? n : m, b = FLIPPED ? m : n;
+          float* place = a < A && b < B ? to + a * B + b : SUMS && n == N && m < B ? sums + m : nullptr;
+          if (place) *place = x[i / COUNT][e] + (group > 0 ? *place : 0.0f);
+        }
+    }
+  }
+};
