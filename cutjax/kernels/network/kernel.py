@@ -52,7 +52,7 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma + "o" * c.outer_wgmma + f"q{c.polynomial}" * bool(c.polynomial)
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma + "o" * c.outer_wgmma + "a" * c.apart + f"q{c.polynomial}" * bool(c.polynomial)
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -66,6 +66,10 @@ class Kernel(Resolved):
             "M_TILES": c.tiles,
             "BLOCKS_PER_SM": c.blocks,
         }
+        if c.outer_wgmma:
+            constants |= {"SUM_ALL_ROWS": int(self.sums_all_rows), "ONES_APART": int(c.apart)}
+        elif c.wgmma:
+            constants |= {"SUM_ALL_ROWS": 0, "ONES_APART": 0}
         files = (*FILES, *WGMMA) if c.wgmma else FILES
         own = (*OWN, text.instructions(self), "network/warpgroups.cuh") if c.wgmma else OWN
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"

@@ -53,6 +53,7 @@ class Config:
     wgmma: bool = False
     polynomial: int = 0
     outer_wgmma: bool = False
+    apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,7 +150,7 @@ class Resolved:
             at += 4 * self.config.warps * padded(self.problem.program.kinds[x].sizes[0])
         if self.config.outer_wgmma:
             at = -(-at // 1024) * 1024
-            return found, at, at + self._planes[1] + 128 * self.rows_of_warpgroup
+            return found, at, at + self._planes[1] + 128 * self.rows_summed
         if self.config.planes:
             return found, at, at + self._planes[1]
         return found, at, at + max((sum(self._staged_bytes(x)) for x in self.schedule.outer_phases), default=0)
@@ -209,14 +210,21 @@ class Resolved:
         return self.stash_place + (0 if self.config.memory else self.stash_bytes)
 
     @property
-    def rows_of_warpgroup(self) -> int:
-        """Rows of a tile that a warpgroup has."""
-        return 64 * self.config.tiles
+    def sums_all_rows(self) -> bool:
+        """True if each warpgroup has some rows of every sum of outer products; else each has all, of its own rows."""
+        groups, kinds = self.config.warps // 4, self.problem.program.kinds
+        sizes = [tuple(map(padded, kinds[x].sizes)) for x in self.schedule.outers]
+        return groups > 1 and all((b if b % 64 == 0 else a) // 64 % groups == 0 for a, b in sizes)
+
+    @property
+    def rows_summed(self) -> int:
+        """Rows of a tile of which a warpgroup sums outer products."""
+        return self.rows if self.sums_all_rows else 64 * self.config.tiles
 
     @property
     def ones(self) -> int:
         """The place in shared memory of ones, as many rows of 64 as a warpgroup has."""
-        return self._shared[2] - 128 * self.rows_of_warpgroup
+        return self._shared[2] - 128 * self.rows_summed
 
     @functools.cached_property
     def summed(self) -> dict[OuterPhase, int]:
@@ -224,8 +232,7 @@ class Resolved:
         found = self.schedule.summed
         if not self.config.outer_wgmma:
             return found
-        apart = {x for phase, x in found.items()
-                 if padded(self.schedule.width(phase.b)) % 64 or padded(self.schedule.width(phase.a)) not in (16, 32, 64)}
+        apart = {x for phase, x in found.items() if padded(self.schedule.width(phase.b)) % 64}
         return {phase: x for phase, x in found.items() if x not in apart}
 
     def swizzled(self, x: int) -> bool:
@@ -282,10 +289,10 @@ class Resolved:
     @property
     def sum_registers(self) -> int:
         """Registers of a thread that have sums of outer products."""
-        kinds, found = self.problem.program.kinds, 0
+        kinds, found, c = self.problem.program.kinds, 0, self.config
         for a, b in (kinds[x].sizes for x in self.schedule.outers):
             if self.config.outer_wgmma:
-                found += padded(a) * padded(b) // 128 + 4
+                found += (padded(a) * padded(b) // 128 + 4) // (c.warps // 4 if self.sums_all_rows else 1)
                 continue
             found += 8 * -(-padded(a) // 16 * padded(b) // 16 // self.config.warps)
         return found

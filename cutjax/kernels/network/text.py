@@ -98,7 +98,7 @@ class Body:
                 yield f"products{x}.clear();"
         if of.config.outer_wgmma:
             one = "0x3c003c00" if of.math == "f16" else "0x3f803f80"
-            yield f"for (int at = threadIdx.x; at < {32 * of.rows_of_warpgroup}; at += THREADS)"
+            yield f"for (int at = threadIdx.x; at < {32 * of.rows_summed}; at += THREADS)"
             yield f"  st_shared_u32(shared + {of.ones} + at * 4, {one});"
         yield "cp_async_commit_group();"
         yield "cp_async_wait_group<0>();"
@@ -174,7 +174,7 @@ class Body:
                 self.pending = False
             if self.made:
                 yield "fence_proxy_async();"
-            yield "warpgroup_barrier();"
+            yield "rows_barrier();"
         else:
             yield "__syncthreads();"
         self.read.clear()
@@ -440,8 +440,11 @@ def instructions(of: Resolved) -> str:
             found[name] = wgmma(padded(stage.width), dtype, dtype, True, transposed, True).replace("wgmma(", f"{name}(")
     for x in of.schedule.outers if of.config.outer_wgmma else ():
         a, b = map(padded, of.problem.program.kinds[x].sizes)
-        n = (a if b % 64 == 0 else b) + 8 * any(phase.result == x for phase in of.summed)
+        n = a if b % 64 == 0 else b
         dtype = of.problem.dtype
+        found["ones"] = wgmma(8, dtype, dtype, False, True).replace("wgmma(", "wgmma_ones(")
+        if any(phase.result == x for phase in of.summed) and n in (16, 32, 64) and not of.config.apart:
+            n += 8
         found[n] = wgmma(n, dtype, dtype, False, False).replace("wgmma(", "wgmma_outer(")
     return "".join(found.values()).replace("Acc (", "float (")
 

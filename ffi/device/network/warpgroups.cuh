@@ -68,10 +68,19 @@ struct Sums {
 
 // ---- sums of outer products of a warpgroup's rows, both factors in shared memory ----
 
-constexpr int OWN_ROWS = 64 * M_TILES;  // of a warpgroup
+constexpr int SUMMED_ROWS = SUM_ALL_ROWS ? ROWS : 64 * M_TILES;  // by a warpgroup, which has some rows of the sums, or all
 
-DEVICE int warpgroup() { return uniform(threadIdx.x / 128); }
-DEVICE void warpgroup_barrier() { asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup()) : "memory"); }
+DEVICE int warpgroup() { return WARPS == 4 ? 0 : uniform(threadIdx.x / 128); }
+DEVICE int first_summed() { return SUM_ALL_ROWS ? 0 : warpgroup() * SUMMED_ROWS; }
+DEVICE void rows_barrier() {
+  if (SUM_ALL_ROWS || WARPS == 4)
+    __syncthreads();
+  else
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup()) : "memory");
+}
+
+// Ones, as columns of k: any distance between the parts of the operand will do.
+DEVICE u64 ones_descriptor(u32 ones) { return u64(128 >> 4) << 32 | u64(128 >> 4) << 16 | ones >> 4; }
 
 // A block's rows of COLUMNS, as Staged, in chunks of columns that are swizzled, so that rows may be k.
 template <int COLUMNS>
@@ -118,10 +127,10 @@ struct Plane {
     return c;
   }
 
-  // The descriptor of 16 of this warpgroup's rows, as k; the next chunk is so many bytes further on.
+  // The descriptor of 16 rows, as k, of those that a warpgroup sums; the next chunk is so many bytes further on.
   static DEVICE u64 descriptor(u32 plane, int step, u32 next) {
     constexpr u64 HIGH = u64(SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3) << 62 | u64(8 * SPAN >> 4) << 32;
-    return HIGH | next >> 4 << 16 | (plane + warpgroup() * OWN_ROWS * SPAN + step * 16 * SPAN) >> 4;
+    return HIGH | next >> 4 << 16 | (plane + first_summed() * SPAN + step * 16 * SPAN) >> 4;
   }
 };
 
@@ -131,39 +140,50 @@ struct WarpgroupProducts {
   static constexpr int WIDE_A = (A + 15) / 16 * 16, WIDE_B = (B + 15) / 16 * 16;
   static constexpr bool FLIPPED = WIDE_B % 64 == 0;  // B's columns are the rows of wgmma
   static constexpr int M = FLIPPED ? WIDE_B : WIDE_A, N = FLIPPED ? WIDE_A : WIDE_B, COUNT = N / 2 + 4 * SUMS;
-  static_assert(M % 64 == 0 && (!SUMS || (FLIPPED && Plane<N>::CHUNKS == 1)));
-  float x[M / 64][COUNT];
+  static constexpr int GROUPS = WARPS / 4, BLOCKS = M / 64 / (SUM_ALL_ROWS ? GROUPS : 1);
+  static constexpr bool TOGETHER = SUMS && !ONES_APART && Plane<N>::CHUNKS == 1;
+  static_assert(M % 64 == 0 && (!SUMS || FLIPPED));
+  float x[BLOCKS][COUNT];
 
   DEVICE void clear() {
 #pragma unroll
-    for (int m = 0; m < M / 64; ++m)
+    for (int m = 0; m < BLOCKS; ++m)
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) x[m][i] = 0.0f;
   }
 
+  static DEVICE int block(int m) { return SUM_ALL_ROWS ? warpgroup() * BLOCKS + m : m; }
+
   // Begins to add; planes are read until wgmmas are waited for.
   DEVICE void add(u32 of_a, u32 of_b, u32 ones) {
     const u32 of_m = FLIPPED ? of_b : of_a, of_n = FLIPPED ? of_a : of_b;
+    const u32 next = TOGETHER ? ones - of_n - first_summed() * Plane<N>::SPAN : Plane<N>::CHUNK;
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < OWN_ROWS / 16; ++step)
+    for (int step = 0; step < SUMMED_ROWS / 16; ++step)
 #pragma unroll
-      for (int m = 0; m < M / 64; ++m)
-        wgmma_outer(x[m], Plane<M>::descriptor(of_m + m * Plane<M>::CHUNK, step, 0),
-                    Plane<N>::descriptor(of_n, step, SUMS ? ones - of_n - warpgroup() * (OWN_ROWS * Plane<N>::SPAN)
-                                                          : Plane<N>::CHUNK), 1);
+      for (int m = 0; m < BLOCKS; ++m) {
+        const u64 a = Plane<M>::descriptor(of_m + block(m) * Plane<M>::CHUNK, step, 0);
+        const u64 b = Plane<N>::descriptor(of_n, step, next);
+        if constexpr (!SUMS || TOGETHER) {
+          wgmma_outer(x[m], a, b, 1);
+        } else {
+          wgmma_outer(reinterpret_cast<float (&)[N / 2]>(x[m]), a, b, 1);
+          wgmma_ones(reinterpret_cast<float (&)[4]>(x[m][N / 2]), a, ones_descriptor(ones), 1);
+        }
+      }
     wgmma_commit_group();
   }
 
   DEVICE void store(float* to, float* sums) {
 #pragma unroll
-    for (int m = 0; m < M / 64; ++m) wgmma_done(x[m]);
-    for (int group = 0; group < WARPS / 4; ++group) {
+    for (int m = 0; m < BLOCKS; ++m) wgmma_done(x[m]);
+    for (int group = 0; group < (SUM_ALL_ROWS ? 1 : GROUPS); ++group) {
       if (group > 0) __syncthreads();
-      if (warpgroup() == group)
+      if (SUM_ALL_ROWS || warpgroup() == group)
 #pragma unroll
-        for (int i = 0; i < M / 64 * COUNT; ++i) {
-          int e = i % COUNT, m = i / COUNT * 64 + threadIdx.x / 32 % 4 * 16 + lane() / 4 + e / 2 % 2 * 8;
+        for (int i = 0; i < BLOCKS * COUNT; ++i) {
+          int e = i % COUNT, m = block(i / COUNT) * 64 + threadIdx.x / 32 % 4 * 16 + lane() / 4 + e / 2 % 2 * 8;
           int n = e / 4 * 8 + lane() % 4 * 2 + e % 2;
           int a = FLIPPED ? n : m, b = FLIPPED ? m : n;
           float* place = a < A && b < B ? to + a * B + b : SUMS && n == N && m < B ? sums + m : nullptr;
