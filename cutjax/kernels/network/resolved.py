@@ -67,7 +67,9 @@ class Resolved:
     def schedule(self) -> Schedule:
         """The phases."""
         program, planes = self.problem.program, self.config.planes
-        return Schedule(reusing(program) if planes else program, self.config.chained, planes)
+        if planes:
+            program = reusing(program, self.config.outer_wgmma)
+        return Schedule(program, self.config.chained, planes)
 
     @property
     def math(self) -> str:

@@ -153,6 +153,8 @@ class Schedule:
     def read_exactly(self) -> frozenset[int]:
         """The numbers of values that functions read, or that are results: no product rounds those, nor a plane."""
         read = {x for step, _ in self.program.numbered if isinstance(step, Map) for x in step.reads} - self.planes
+        if self.in_planes:
+            read -= self.stashed
         return frozenset((*read, *self.program.outputs))
 
     @functools.cached_property
