@@ -54,6 +54,7 @@ class Config:
     polynomial: int = 0
     outer_wgmma: bool = False
     apart: bool = False
+    reuse: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,9 +68,9 @@ class Resolved:
     def schedule(self) -> Schedule:
         """The phases."""
         program, planes = self.problem.program, self.config.planes
-        if planes:
-            program = reusing(program, self.config.outer_wgmma)
-        return Schedule(program, self.config.chained, planes)
+        if planes or self.config.reuse:
+            program = reusing(program, self.config.reuse)
+        return Schedule(program, self.config.chained, planes, self.config.reuse)
 
     @property
     def math(self) -> str:

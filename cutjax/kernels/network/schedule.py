@@ -58,11 +58,13 @@ class Schedule:
       program: whose.
       chained: whether rows are handed on in registers.
       in_planes: whether factors of outer products are in planes from when they are made.
+      reuses: whether functions read, as the dtype of operands has them, results of others that are kept.
     """
 
     program: Program
     chained: bool
     in_planes: bool = False
+    reuses: bool = False
 
     @functools.cached_property
     def makers(self) -> dict[int, tuple[Affine | Map, tuple[int, ...]]]:
@@ -153,7 +155,7 @@ class Schedule:
     def read_exactly(self) -> frozenset[int]:
         """The numbers of values that functions read, or that are results: no product rounds those, nor a plane."""
         read = {x for step, _ in self.program.numbered if isinstance(step, Map) for x in step.reads} - self.planes
-        if self.in_planes:
+        if self.reuses:
             read -= self.stashed
         return frozenset((*read, *self.program.outputs))
 
