@@ -55,6 +55,7 @@ class Config:
     outer_wgmma: bool = False
     apart: bool = False
     reuse: bool = False
+    early: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

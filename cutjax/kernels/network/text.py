@@ -40,6 +40,8 @@ class Body:
         self.read, self.made = set(self.schedule.planes), set[int]()
         self.waiting: Collection[int] = ()  # of a stage, what it writes to planes at its end
         self.functions = numbers(of)
+        self.begun = set[int]()  # the places of stages whose products were begun
+        self.since = 0  # outer products that were begun since
         self.pending = False  # whether wgmmas of outer products are waited for
         self.place = 0  # of a stage
 
@@ -171,7 +173,7 @@ class Body:
         if self.of.config.outer_wgmma:
             if self.pending:
                 yield "wgmma_wait_group<0>();"
-                self.pending = False
+                self.pending, self.since = False, 0
             if self.made:
                 yield "fence_proxy_async();"
             yield "rows_barrier();"
@@ -261,12 +263,19 @@ class Body:
             yield f"    Fragment f{x}[{padded(schedule.width(x)) // 16}];"
             yield from (f"  {line}" for line in self._columns(x, [f"f{x}[j] = packed(c{x});"], True))
         if self.of.at_once(self.place):
-            yield from (f"    {line}" for line in self._multiplied_at_once(stage))
+            if self.place not in self.begun:
+                yield from (f"    {line}" for line in self._begun(stage, self.place))
+            yield from (f"    {line}" for line in self._multiplied(stage))
         yield f"    {_UNROLL[chained]}"
         yield f"    for (int j = 0; j < {slices}; ++j) {{"
         yield from (f"      {line}" for line in self._columns_of(stage, ahead, handed))
         yield "    }"
         yield "  }"
+        after = self.place + 1
+        if self.of.config.early and after < len(schedule.stages) and self.of.at_once(after):
+            following = schedule.stages[after]
+            if all((after, x) in schedule.handed for x in schedule.multiplied(following)):
+                yield from (f"  {line}" for line in self._begun(following, after))
         if self.waiting:
             yield from (f"  {line}" for line in self._writes(made))
         for x in self.waiting:
@@ -277,8 +286,10 @@ class Body:
             cleared = f"{self._staged(x)}::clear(shared + {self.of.plane(x).start}, row, rows);"
             yield f"  if ((tile + 1) * ROWS > rows) {cleared}"
 
-    def _multiplied_at_once(self, stage: Stage) -> Iterator[str]:
-        """Yields the products of all columns of a stage, as sums ``s<value>``."""
+    def _begun(self, stage: Stage, place: int) -> Iterator[str]:
+        """Yields what begins the products of all columns of a stage, sums ``s<value>``."""
+        self.begun.add(place)
+        self.since = 0
         slices = padded(stage.width) // 16
         for x in stage.affine:
             yield f"Sums<{8 * slices}> s{x};"
@@ -302,8 +313,11 @@ class Body:
             yield "  }"
         yield "}"
         yield "wgmma_commit_group();"
-        yield "wgmma_wait_group<0>();"
-        self.pending = False
+
+    def _multiplied(self, stage: Stage) -> Iterator[str]:
+        """Yields the wait for products, but not for outer products that were begun since."""
+        yield f"wgmma_wait_group<{self.since}>();"
+        self.pending = self.since > 0
         for x in stage.affine:
             yield _UNROLL[True]
             yield f"for (int i = 0; i < M_TILES; ++i) wgmma_done(s{x}.x[i]);"
@@ -400,6 +414,7 @@ class Body:
         self.read.update(factors)
         if self.of.config.outer_wgmma:
             self.pending = True
+            self.since += 1
             yield f"  products{phase.result}.add(shared + {places[0]}, shared + {places[1]}, shared + {self.of.ones});"
             return
         more = f", {self._sums(self.of.summed[phase])}" if phase in self.of.summed else ""
