@@ -6,6 +6,7 @@ cotangents are such programs again (derivative.py), so that a kernel of one is a
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -311,6 +312,7 @@ def _reading(step: Map, earlier: Map, x: int, i: int) -> Map:
     # What it reads now comes first, as arguments do; those that nothing needs any more go.
     values = [*step.values, x]
     nodes[made] = Node("acc", dtype=ACC.name, params=(len(step.values),))
+    _shorten(nodes, made, step.function.outputs)
     function = normal(len(values), (), nodes, step.function.outputs)
     read = sorted({node.params[0] for node in function.nodes if node.op == "acc"})
     renamed = [
@@ -318,6 +320,22 @@ def _reading(step: Map, earlier: Map, x: int, i: int) -> Map:
         for node in function.nodes
     ]
     return Map(normal(len(read), (), renamed, function.outputs), tuple(values[j] for j in read))
+
+
+def _shorten(nodes: list[Node], y: int, outputs: Sequence[Output]) -> None:
+    """Turns g (1 - y) + g (1 - y) y, of tanh's derivative, into g - g y y, where y has few digits: nothing is lost."""
+    uses = collections.Counter(arg for node in nodes for arg in node.args) + collections.Counter(x.node for x in outputs)
+    for i, node in enumerate(nodes):
+        for a, b in (node.args, node.args[::-1]) if node.op == "add" else ():
+            if nodes[b].op != "mul" or sorted(nodes[b].args) != sorted((a, y)) or nodes[a].op != "mul":
+                continue
+            for g, rest in (nodes[a].args, nodes[a].args[::-1]):
+                less = nodes[rest]
+                one = less.op == "sub" and less.args[1] == y and nodes[less.args[0]]
+                if one and one.op == "const" and float(one.params[0]) == 1 and (uses[a], uses[b]) == (2, 1):
+                    nodes[a] = dataclasses.replace(nodes[a], args=(g, y))
+                    nodes[i] = dataclasses.replace(node, op="sub", args=(g, b))
+                    break
 
 
 class NotElementwise(NotImplementedError):
