@@ -74,7 +74,9 @@ def bind(
             less, reading = derivative.kept(program, used)
             places = [i for i, each in enumerate(used) if each]
             some = [x for x, each in zip(arrays, reading, strict=True) if each]
-            outs = bind(less, *some, dtypes=[named[i] for i in places], dtype=dtype, precision=precision, backend=backend)
+            outs = bind(
+                less, *some, dtypes=[named[i] for i in places], dtype=dtype, precision=precision, backend=backend
+            )
             found.update(zip(places, outs, strict=True))
         return [found[i] for i in range(len(program.outputs))]
     return network_p.bind(*given, program=program, **params, mark=mark_of(backend))

@@ -231,7 +231,10 @@ def parts(program: Program, most: int) -> list[tuple[bool, ...]]:
 
     Sums that are made first come first: the gradients of last layers need the fewest cotangents.
     """
-    elements = lambda x: math.prod(-(-size // 16) * 16 for size in program.kinds[x].sizes)
+
+    def elements(x: int) -> int:
+        return math.prod(-(-size // 16) * 16 for size in program.kinds[x].sizes)
+
     groups: list[tuple[set[int], int]] = []
     for step, (x, *_) in program.numbered:
         if not isinstance(step, Outer | Sum) or x not in program.outputs:

@@ -52,7 +52,18 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma + "o" * c.outer_wgmma + "a" * c.apart + "r" * c.reuse + "e" * c.early + f"q{c.polynomial}" * bool(c.polynomial)
+        flags = (
+            "c" * c.chained
+            + "m" * c.memory
+            + "s" * c.memory_sums
+            + "p" * c.planes
+            + "g" * c.wgmma
+            + "o" * c.outer_wgmma
+            + "a" * c.apart
+            + "r" * c.reuse
+            + "e" * c.early
+            + f"q{c.polynomial}" * bool(c.polynomial)
+        )
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"

@@ -324,7 +324,9 @@ def _reading(step: Map, earlier: Map, x: int, i: int) -> Map:
 
 def _shorten(nodes: list[Node], y: int, outputs: Sequence[Output]) -> None:
     """Turns g (1 - y) + g (1 - y) y, of tanh's derivative, into g - g y y, where y has few digits: nothing is lost."""
-    uses = collections.Counter(arg for node in nodes for arg in node.args) + collections.Counter(x.node for x in outputs)
+    uses = collections.Counter(arg for node in nodes for arg in node.args) + collections.Counter(
+        x.node for x in outputs
+    )
     for i, node in enumerate(nodes):
         for a, b in (node.args, node.args[::-1]) if node.op == "add" else ():
             if nodes[b].op != "mul" or sorted(nodes[b].args) != sorted((a, y)) or nodes[a].op != "mul":

@@ -20,7 +20,7 @@ PARTS = {"bf16x3": 2, "bf16x6": 3, "bf16x9": 3}
 PRODUCTS = {"bf16x3": 3, "bf16x6": 6, "bf16x9": 9}
 OUTER_INSTRUCTIONS, OUTER_ISSUED = 300, 700  # of a pair of outer products: of text, and in its loops
 # Registers of a thread beside fragments and accumulators, and more of them.
-BESIDE, BESIDE_MEMORY, BESIDE_PARTS, BESIDE_PLANES = 60, 72, 32, 22
+BESIDE, BESIDE_MEMORY, BESIDE_PARTS, BESIDE_PLANES, BESIDE_WGMMA = 60, 72, 32, 22, 30
 MOST_AHEAD = 128  # registers of fragments that are loaded before the columns of a stage, not for each 16 of them again
 SMS = 132  # where the device does not say
 
@@ -38,7 +38,7 @@ class Config:
       blocks: on an SM.
       planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
         else they are stashed, and staged there for each sum.
-      wgmma: whether warpgroups multiply all columns of a stage at once, where its matrices' columns are multiples of 64.
+      wgmma: whether warpgroups multiply all columns of a stage at once, where a matrix has a multiple of 64 columns.
       outer_wgmma: whether warpgroups multiply outer products of their rows so too.
       polynomial: of 8 results of tanh, how many are those of a polynomial rather than of the special-function unit.
     """
@@ -287,8 +287,14 @@ class Resolved:
         most = max((self.registers_of(i, stage) for i, stage in enumerate(self.schedule.stages)), default=0)
         c = self.config
         # Addresses of global memory are the longer ones, and parts are made of parts.
-        more = BESIDE_MEMORY * (c.memory and c.chained and bool(self.stash_bytes)) + BESIDE_PARTS * (self.parts - 1)
-        return most + (BESIDE_PLANES if c.planes else BESIDE) + more + (0 if c.memory_sums else self.sum_registers)
+        of_memory = BESIDE_WGMMA if c.wgmma else BESIDE_MEMORY
+        more = of_memory * (c.memory and c.chained and bool(self.stash_bytes)) + BESIDE_PARTS * (self.parts - 1)
+        return (
+            most
+            + (BESIDE_PLANES if c.planes or c.wgmma else BESIDE)
+            + more
+            + (0 if c.memory_sums else self.sum_registers)
+        )
 
     @property
     def sum_registers(self) -> int:

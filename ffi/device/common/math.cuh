@@ -186,8 +186,8 @@ DEVICE float fine_logistic_falling(float x, float scale) {
 // Without cancellation: tanh(x / 2) = (exp(x) - 1) / (exp(x) + 1).
 DEVICE float coarse_expm1(float x) { return tanh_approx(0.5f * x) * (1.0f + ex2_approx(x * LOG2_E)); }
 
-// tanh by multiply-adds alone, beside tanh_approx, of which an SM makes one for every eight of those: x times a polynomial
-// of |x| whose relative error is below 2^-11.4, from 3.98 on too.
+// tanh by multiply-adds alone, beside tanh_approx, of which an SM makes one for every eight of those: x times a
+// polynomial of |x| whose relative error is below 2^-11.4, from 3.98 on too.
 DEVICE float tanh_polynomial(float x) {
   float z = min_nan(fabsf(x), 3.98f);
   float p = fmaf(z, 2.1927587e-04f, -3.7818141e-03f);

@@ -68,7 +68,8 @@ struct Sums {
 
 // ---- sums of outer products of a warpgroup's rows, both factors in shared memory ----
 
-constexpr int SUMMED_ROWS = SUM_ALL_ROWS ? ROWS : 64 * M_TILES;  // by a warpgroup, which has some rows of the sums, or all
+constexpr int SUMMED_ROWS =
+    SUM_ALL_ROWS ? ROWS : 64 * M_TILES;  // by a warpgroup, which has some rows of the sums, or all
 
 DEVICE int warpgroup() { return WARPS == 4 ? 0 : uniform(threadIdx.x / 128); }
 DEVICE int first_summed() { return SUM_ALL_ROWS ? 0 : warpgroup() * SUMMED_ROWS; }
