@@ -9,7 +9,7 @@ import numpy as np
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.halo.resolved import Resolved
-from cutjax.kernels.sm90.text import wgmma
+from cutjax.kernels.wgmma import wgmma
 from cutjax.runtime import sources
 
 # Of a thread that multiplies, by the warpgroups of a block that do: what they share beside 56 for those that load.

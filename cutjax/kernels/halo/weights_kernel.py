@@ -23,8 +23,8 @@ from cutjax.kernels.halo.weights import ROWS, Tiles, restored, turned
 from cutjax.kernels.prepared import copies_us
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.packed import padded_to
-from cutjax.kernels.sm90.text import wgmma
 from cutjax.kernels.staging import plan_staging
+from cutjax.kernels.wgmma import wgmma
 from cutjax.runtime import sources
 from cutjax.runtime.launch import Pointer, TensorMap
 

@@ -10,7 +10,7 @@ from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.network.program import Affine, Map
 from cutjax.kernels.network.resolved import Resolved
 from cutjax.kernels.network.schedule import OuterPhase, Stage, padded
-from cutjax.kernels.sm90.text import wgmma
+from cutjax.kernels.wgmma import wgmma
 
 _UNROLL = {True: "#pragma unroll", False: "#pragma unroll 1"}
 
@@ -287,7 +287,7 @@ class Body:
             yield f"  if ((tile + 1) * ROWS > rows) {cleared}"
 
     def _begun(self, stage: Stage, place: int) -> Iterator[str]:
-        """Yields what begins the products of all columns of a stage, sums ``s<value>``."""
+        """Yields the lines that begin the products of all columns of a stage, sums ``s<value>``."""
         self.begun.add(place)
         self.since = 0
         slices = padded(stage.width) // 16
@@ -323,7 +323,7 @@ class Body:
             yield f"for (int i = 0; i < M_TILES; ++i) wgmma_done(s{x}.x[i]);"
 
     def _first(self, x: int) -> Iterator[str]:
-        """Yields what products are added to: a chunk of vectors, or of zeros."""
+        """Yields the chunk that products are added to: of vectors, or of zeros."""
         step, _ = self.schedule.makers[x]
         assert isinstance(step, Affine)
         first, *more = step.vectors or (None,)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cutjax.dtypes import DTYPES, FLOAT8, FOUR_BITS, are_narrow, short
+from cutjax.dtypes import FLOAT8, FOUR_BITS, are_narrow, short
 from cutjax.epilogue.expression import identity
 from cutjax.kernels.arguments import scale_buffers
 from cutjax.kernels.operand import Operand, Scale
@@ -71,11 +71,6 @@ def way(problem: Problem) -> Way:
     if problem.math:
         return _WAYS[problem.math]
     return _FLOAT8 if problem.a.dtype.name in FLOAT8 else _AS_THEY_ARE
-
-
-def instruction(dtype: np.dtype) -> str:
-    """Returns the type of an operand of wgmma."""
-    return "tf32" if dtype == F32 else DTYPES[dtype.name].stored
 
 
 def decoded(operand: Operand, other: Operand) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from cutjax.dtypes import DTYPES
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
@@ -15,6 +13,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import decode, operands, prologue, scales, windows
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.kernels.sums import summands
+from cutjax.kernels.wgmma import wgmma
 from cutjax.runtime import sources
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, and p + 4 c fit 5 of 96. A
@@ -186,31 +185,3 @@ def _change(problem: Problem) -> list[str]:
 def _packed(terms: Iterable[int]) -> int:
     """Returns small numbers in two bits each, the first lowest."""
     return sum(term << 2 * i for i, term in enumerate(terms))
-
-
-def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool, of_registers: bool = False) -> str:
-    """Returns ``wgmma.mma_async`` of 64 x n and 32 bytes of k, with both operands in shared memory, or a in registers.
-
-    It accumulates in f32, or integers in 32 bits.
-    """
-    count, k, integers = n // 2, 32 // a.itemsize, a.name in operands.INT8
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+{"r" if integers else "f"}"(d[{i}])' for i in range(count))
-    types = f"{'s32' if integers else 'f32'}.{operands.instruction(a)}.{operands.instruction(b)}"
-    modes = "" if integers else ", 1, 1"  # signs
-    modes += "" if operands.k_major(a) else f", {int(not a_k_major)}" * (not of_registers) + f", {int(not b_k_major)}"
-    of_a, first, inputs = "u64 a", f"%{count}", '"l"(a)'
-    if of_registers:
-        of_a, inputs = "const u32 (&a)[4]", ", ".join(f'"r"(a[{i}])' for i in range(4))
-        first = f"{{{', '.join(f'%{count + i}' for i in range(4))}}}"
-    last = count + (4 if of_registers else 1)
-    return f"""#line 1 "wgmma (generated)"
-DEVICE void wgmma(Acc (&d)[{count}], {of_a}, u64 b, int accumulate) {{
-  asm volatile(
-      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{last + 1}, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{n}k{k}.{types} "
-      "{{{registers}}}, {first}, %{last}, p{modes};\\n}}"
-      : {outputs}
-      : {inputs}, "l"(b), "r"(accumulate));
-}}
-"""
