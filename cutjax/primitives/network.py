@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,18 +66,6 @@ def bind(
     by_kernels = backend == "cuda" or (backend == "auto" and _wins(program, given, dtype))
     if not by_kernels or any_divided(*given):
         return _reference(*given, program=program, **params)
-    most = int(os.environ.get("CUTJAX_NETWORK_SUMS", 1 << 30))  # an experiment
-    if len(groups := derivative.parts(program, most)) > 1:
-        found: dict[int, jax.Array] = {}
-        for used in groups:
-            less, reading = derivative.kept(program, used)
-            places = [i for i, each in enumerate(used) if each]
-            some = [x for x, each in zip(arrays, reading, strict=True) if each]
-            outs = bind(
-                less, *some, dtypes=[named[i] for i in places], dtype=dtype, precision=precision, backend=backend
-            )
-            found.update(zip(places, outs, strict=True))
-        return [found[i] for i in range(len(program.outputs))]
     return network_p.bind(*given, program=program, **params, mark=mark_of(backend))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Iterator
 
 from cutjax.dtypes import short
@@ -18,14 +17,10 @@ from cutjax.runtime.choice import Choice, fastest
 
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST = 256
-BY_WGMMA = tuple(
-    Config(warps, 1, blocks=blocks, wgmma=True, reuse=True)
-    for warps, blocks in ((4, 5), (4, 4), (12, 1), (8, 1), (4, 1))
-)
-SUMS_BY_WGMMA = (
-    Config(4, 1, blocks=2, planes=True, wgmma=True, outer_wgmma=True, reuse=True, early=True),
-    Config(8, 1, memory=True, planes=True, wgmma=True, outer_wgmma=True, reuse=True, early=True),
-)
+# By wgmma, the fastest first, of those with as many registers and as much shared memory as a network needs: measured on
+# an H200, 64 and 128 wide (benchmarks/results/experiments/networks-wgmma-h200.json). All were faster than any other.
+BY_WGMMA = tuple(Config(warps, 1, blocks=blocks, wgmma=True) for warps, blocks in ((4, 5), (12, 1), (8, 1), (4, 1)))
+SUMS_BY_WGMMA = (Config(4, 1, blocks=2, planes=True, wgmma=True),)
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -87,10 +82,9 @@ def choose(problem: Problem) -> Choice[Problem, Kernel]:
     """Returns the kernel that is predicted to be the fastest, or the reasons why there is none."""
     if found := why_not(problem):
         return Choice(problem, tuple(found))
-    if os.environ.get("CUTJAX_NETWORK_WGMMA"):  # an experiment
-        for config in SUMS_BY_WGMMA if problem.program.sums else BY_WGMMA:
-            if isinstance(kernel := resolve(problem, config), Kernel):
-                return fastest(problem, [kernel], "wgmma, an experiment", floor_us(problem))
+    for config in SUMS_BY_WGMMA if problem.program.sums else BY_WGMMA:
+        if isinstance(kernel := resolve(problem, config), Kernel) and kernel.multiplies_at_once:
+            return fastest(problem, [kernel], "one kernel", floor_us(problem))
     each = (resolve(problem, config) for config in configs(problem))
     return fastest(problem, each, "one kernel, not measured", floor_us(problem))
 

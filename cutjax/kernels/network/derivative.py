@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -224,30 +223,6 @@ def unrolled(program: Program, mapped: Sequence[bool], size: int) -> tuple[Progr
 def _copy(of: Sequence[Sequence[int]], i: int, x: int) -> int:
     """Returns the number of the i-th copy of a value."""
     return of[x][i % len(of[x])]
-
-
-def parts(program: Program, most: int) -> list[tuple[bool, ...]]:
-    """Returns groups of results, for each which are in it, whose sums of outer products have so many elements at most.
-
-    Sums that are made first come first: the gradients of last layers need the fewest cotangents.
-    """
-
-    def elements(x: int) -> int:
-        return math.prod(-(-size // 16) * 16 for size in program.kinds[x].sizes)
-
-    groups: list[tuple[set[int], int]] = []
-    for step, (x, *_) in program.numbered:
-        if not isinstance(step, Outer | Sum) or x not in program.outputs:
-            continue
-        if isinstance(step, Sum) or (groups and groups[-1][1] + elements(x) <= most):
-            groups = groups or [(set(), 0)]
-            groups[-1] = groups[-1][0] | {x}, groups[-1][1] + (elements(x) if isinstance(step, Outer) else 0)
-        else:
-            groups.append(({x}, elements(x)))
-    taken = {x for group, _ in groups for x in group}
-    if groups:
-        groups[-1] = groups[-1][0] | (set(program.outputs) - taken), 0
-    return [tuple(x in group for x in program.outputs) for group, _ in groups]
 
 
 def kept(program: Program, used: Sequence[bool]) -> tuple[Program, tuple[bool, ...]]:

@@ -39,6 +39,7 @@ STAGED = 1.5  # where their factors are staged for each
 IN_PLANES = {2: 0.84, 1: 0.64}  # where those are in planes, by tiles of a warp: 400 and 424 us, and 921 staged
 ISSUE = 1.33  # of the time in which an SM issues the instructions of a kernel, as measured
 SHARE = 0.5  # of the rate of tensor cores that a warp's products reach where operands come from shared memory
+AT_ONCE = 0.6  # of the time by mma.sync that wgmma takes: 0.53 to 0.82 of five kernels on an H200
 L2_SPEED = 1.5  # of a copy's rate, at which the stash moves where it is in memory
 
 
@@ -52,18 +53,7 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = (
-            "c" * c.chained
-            + "m" * c.memory
-            + "s" * c.memory_sums
-            + "p" * c.planes
-            + "g" * c.wgmma
-            + "o" * c.outer_wgmma
-            + "a" * c.apart
-            + "r" * c.reuse
-            + "e" * c.early
-            + f"q{c.polynomial}" * bool(c.polynomial)
-        )
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -77,15 +67,9 @@ class Kernel(Resolved):
             "M_TILES": c.tiles,
             "BLOCKS_PER_SM": c.blocks,
         }
-        if c.outer_wgmma:
-            constants |= {"SUM_ALL_ROWS": int(self.sums_all_rows), "ONES_APART": int(c.apart)}
-        elif c.wgmma:
-            constants |= {"SUM_ALL_ROWS": 0, "ONES_APART": 0}
         files = (*FILES, *WGMMA) if c.wgmma else FILES
         own = (*OWN, text.instructions(self), "network/warpgroups.cuh") if c.wgmma else OWN
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
-        if c.polynomial:
-            head += f"constexpr u32 POLYNOMIAL = {sum(1 << 3 * i % 8 for i in range(c.polynomial))};\n"
         head += f"constexpr Math MATH = Math::{self.math};\n"
         return sources.source(
             self.name, constants, ["#define ACCUMULATOR float\n", *files, head, *own, text.kernel_text(self)]
@@ -101,8 +85,8 @@ class Kernel(Resolved):
             found.append("wgmma is of warpgroups, 16-bit operands, chained rows, and sm_90a")
         if c.outer_wgmma:
             sizes = [tuple(map(padded, p.program.kinds[x].sizes)) for x in self.schedule.outers]
-            if not (c.planes and c.wgmma) or any(a % 64 and b % 64 for a, b in sizes):
-                found.append("wgmma of outer products is of planes, one of a multiple of 64 columns")
+            if c.warps != 4 or any(a % 64 and b % 64 for a, b in sizes):
+                found.append("wgmma of outer products is of one warpgroup, one plane of a multiple of 64 columns")
         if c.planes and not self.schedule.planes:
             found.append("no outer products, whose factors planes have")
         most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
@@ -177,6 +161,8 @@ class Kernel(Resolved):
         us = 1e6 * 2.0 * rows * elements * PRODUCTS.get(self.math, 1) / (rate * SHARE * resident**0.5 * reuse)
         tiles = self.tiles * c.warps * p.networks
         us = max(us, ISSUE * self.issued * tiles / (4 * (device.sms or SMS) * MHZ * resident**0.5))
+        if c.wgmma:
+            us *= AT_ONCE
         moved = float(p.bytes)
         if c.memory:
             moved += 2.0 * self.stash_bytes * self.tiles * p.networks / L2_SPEED

@@ -269,18 +269,13 @@ def merged(maps: Sequence[tuple[Map, tuple[int, ...]]], wanted: Sequence[int]) -
     return Map(function, given), results
 
 
-def reusing(program: Program, multiplied: bool = False) -> Program:
-    """Returns the program whose functions read factors of outer products rather than compute them again.
+def reusing(program: Program) -> Program:
+    """Returns the program whose functions read what is multiplied rather than compute it again.
 
-    Args:
-      program: which.
-      multiplied: whether they read what matrices multiply, too.
-
-    So the derivative of ``y = tanh(x)`` reads y, of which sums of outer products are made anyhow. Numbers stay.
+    So the derivative of ``y = tanh(x)`` reads y, as the next layer does. Numbers stay.
     """
     factors = {x for step in program.steps if isinstance(step, Outer) for pair in step.pairs for x in pair}
-    if multiplied:
-        factors |= {t.rows for step in program.steps if isinstance(step, Affine) for t in step.terms}
+    factors |= {t.rows for step in program.steps if isinstance(step, Affine) for t in step.terms}
     there: list[tuple[Map, int, int]] = []  # of a function, the number of a result and which one it is
     steps: list[Step] = []
     for step, values in program.numbered:

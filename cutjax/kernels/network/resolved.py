@@ -38,9 +38,8 @@ class Config:
       blocks: on an SM.
       planes: whether factors of outer products are in shared memory from when they are made to when they are read last;
         else they are stashed, and staged there for each sum.
-      wgmma: whether warpgroups multiply all columns of a stage at once, where a matrix has a multiple of 64 columns.
-      outer_wgmma: whether warpgroups multiply outer products of their rows so too.
-      polynomial: of 8 results of tanh, how many are those of a polynomial rather than of the special-function unit.
+      wgmma: whether warpgroups multiply all columns of a stage at once, where a matrix has a multiple of 64 columns;
+        with planes, outer products too.
     """
 
     warps: int
@@ -51,11 +50,11 @@ class Config:
     blocks: int = 1
     planes: bool = False
     wgmma: bool = False
-    polynomial: int = 0
-    outer_wgmma: bool = False
-    apart: bool = False
-    reuse: bool = False
-    early: bool = False
+
+    @property
+    def outer_wgmma(self) -> bool:
+        """True if a warpgroup multiplies outer products of its rows."""
+        return self.wgmma and self.planes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,10 +67,8 @@ class Resolved:
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The phases."""
-        program, planes = self.problem.program, self.config.planes
-        if planes or self.config.reuse:
-            program = reusing(program, self.config.reuse)
-        return Schedule(program, self.config.chained, planes, self.config.reuse)
+        program, half = self.problem.program, self.element_bytes == 2
+        return Schedule(reusing(program) if half else program, self.config.chained, self.config.planes, half)
 
     @property
     def math(self) -> str:
@@ -154,7 +151,7 @@ class Resolved:
             at += 4 * self.config.warps * padded(self.problem.program.kinds[x].sizes[0])
         if self.config.outer_wgmma:
             at = -(-at // 1024) * 1024
-            return found, at, at + self._planes[1] + 128 * self.rows_summed
+            return found, at, at + self._planes[1] + 128 * self.rows
         if self.config.planes:
             return found, at, at + self._planes[1]
         return found, at, at + max((sum(self._staged_bytes(x)) for x in self.schedule.outer_phases), default=0)
@@ -214,21 +211,9 @@ class Resolved:
         return self.stash_place + (0 if self.config.memory else self.stash_bytes)
 
     @property
-    def sums_all_rows(self) -> bool:
-        """True if each warpgroup has some rows of every sum of outer products; else each has all, of its own rows."""
-        groups, kinds = self.config.warps // 4, self.problem.program.kinds
-        sizes = [tuple(map(padded, kinds[x].sizes)) for x in self.schedule.outers]
-        return groups > 1 and all((b if b % 64 == 0 else a) // 64 % groups == 0 for a, b in sizes)
-
-    @property
-    def rows_summed(self) -> int:
-        """Rows of a tile of which a warpgroup sums outer products."""
-        return self.rows if self.sums_all_rows else 64 * self.config.tiles
-
-    @property
     def ones(self) -> int:
-        """The place in shared memory of ones, as many rows of 64 as a warpgroup has."""
-        return self._shared[2] - 128 * self.rows_summed
+        """The place in shared memory of ones, as many rows of 64 as a tile has."""
+        return self._shared[2] - 128 * self.rows
 
     @functools.cached_property
     def summed(self) -> dict[OuterPhase, int]:
@@ -250,6 +235,12 @@ class Resolved:
         terms = schedule.terms(stage)
         loaded = all(self.ahead[place] or (place, x) in schedule.handed for x in schedule.multiplied(stage))
         return bool(terms) and loaded and all(self.swizzled(matrix) for matrix, _ in terms)
+
+    @property
+    def multiplies_at_once(self) -> bool:
+        """True if wgmma multiplies by every matrix of more columns than one slice."""
+        inputs = enumerate(self.problem.program.inputs)
+        return all(self.swizzled(i) for i, kind in inputs if kind.name == "matrix" and kind.sizes[1] > 16)
 
     # Registers.
 
@@ -299,10 +290,10 @@ class Resolved:
     @property
     def sum_registers(self) -> int:
         """Registers of a thread that have sums of outer products."""
-        kinds, found, c = self.problem.program.kinds, 0, self.config
+        kinds, found = self.problem.program.kinds, 0
         for a, b in (kinds[x].sizes for x in self.schedule.outers):
             if self.config.outer_wgmma:
-                found += (padded(a) * padded(b) // 128 + 4) // (c.warps // 4 if self.sums_all_rows else 1)
+                found += padded(a) * padded(b) // 128 + 4
                 continue
             found += 8 * -(-padded(a) // 16 * padded(b) // 16 // self.config.warps)
         return found

@@ -18,8 +18,6 @@ _UNROLL = {True: "#pragma unroll", False: "#pragma unroll 1"}
 def functions(of: Resolved) -> str:
     """Returns the text of the elementwise functions, each a function of its values and its results."""
     found = [emit.emit(function).replace("epilogue_element", f"function{i}") for function, i in numbers(of).items()]
-    if of.config.polynomial:
-        found += [text.replace("function", "other").replace("tanh_approx(", "tanh_polynomial(") for text in found]
     return "".join(found)
 
 
@@ -100,7 +98,7 @@ class Body:
                 yield f"products{x}.clear();"
         if of.config.outer_wgmma:
             one = "0x3c003c00" if of.math == "f16" else "0x3f803f80"
-            yield f"for (int at = threadIdx.x; at < {32 * of.rows_summed}; at += THREADS)"
+            yield f"for (int at = threadIdx.x; at < {32 * of.rows}; at += THREADS)"
             yield f"  st_shared_u32(shared + {of.ones} + at * 4, {one});"
         yield "cp_async_commit_group();"
         yield "cp_async_wait_group<0>();"
@@ -176,9 +174,7 @@ class Body:
                 self.pending, self.since = False, 0
             if self.made:
                 yield "fence_proxy_async();"
-            yield "rows_barrier();"
-        else:
-            yield "__syncthreads();"
+        yield "__syncthreads();"
         self.read.clear()
         self.made.clear()
 
@@ -236,10 +232,6 @@ class Body:
         yield "EACH_ELEMENT {"
         yield f"  const float value[{len(step.values)}] = {{{given}}};"
         call = f"{self.functions[self.of.function(step, values)]}(value, 0, 0, {made});"
-        if self.of.config.polynomial:
-            yield "  if ((POLYNOMIAL >> (4 * h + e)) & 1)"
-            yield f"    other{call}"
-            yield "  else"
         yield f"  function{call}"
         yield "}"
 
@@ -272,7 +264,7 @@ class Body:
         yield "    }"
         yield "  }"
         after = self.place + 1
-        if self.of.config.early and after < len(schedule.stages) and self.of.at_once(after):
+        if self.of.config.outer_wgmma and after < len(schedule.stages) and self.of.at_once(after):
             following = schedule.stages[after]
             if all((after, x) in schedule.handed for x in schedule.multiplied(following)):
                 yield from (f"  {line}" for line in self._begun(following, after))
@@ -458,7 +450,7 @@ def instructions(of: Resolved) -> str:
         n = a if b % 64 == 0 else b
         dtype = of.problem.dtype
         found["ones"] = wgmma(8, dtype, dtype, False, True).replace("wgmma(", "wgmma_ones(")
-        if any(phase.result == x for phase in of.summed) and n in (16, 32, 64) and not of.config.apart:
+        if any(phase.result == x for phase in of.summed) and n in (16, 32, 64):
             n += 8
         found[n] = wgmma(n, dtype, dtype, False, False).replace("wgmma(", "wgmma_outer(")
     return "".join(found.values()).replace("Acc (", "float (")

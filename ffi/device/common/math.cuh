@@ -186,21 +186,6 @@ DEVICE float fine_logistic_falling(float x, float scale) {
 // Without cancellation: tanh(x / 2) = (exp(x) - 1) / (exp(x) + 1).
 DEVICE float coarse_expm1(float x) { return tanh_approx(0.5f * x) * (1.0f + ex2_approx(x * LOG2_E)); }
 
-// tanh by multiply-adds alone, beside tanh_approx, of which an SM makes one for every eight of those: x times a
-// polynomial of |x| whose relative error is below 2^-11.4, from 3.98 on too.
-DEVICE float tanh_polynomial(float x) {
-  float z = min_nan(fabsf(x), 3.98f);
-  float p = fmaf(z, 2.1927587e-04f, -3.7818141e-03f);
-  p = fmaf(z, p, 2.5945092e-02f);
-  p = fmaf(z, p, -8.5671984e-02f);
-  p = fmaf(z, p, 1.1126085e-01f);
-  p = fmaf(z, p, 9.4271764e-02f);
-  p = fmaf(z, p, -3.9148402e-01f);
-  p = fmaf(z, p, 1.1432836e-02f);
-  p = fmaf(z, p, 9.9963915e-01f);
-  return copysignf(p * z, x);
-}
-
 // log1p(x) / x as a polynomial: for 0 <= x <= 1.
 DEVICE float coarse_log1p(float x) {
   float p = fmaf(x, 0.04310618283f, -0.1613628755f);

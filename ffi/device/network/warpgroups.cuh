@@ -66,19 +66,7 @@ struct Sums {
   DEVICE void set(const Chunk& c, int j) { EACH_ELEMENT x[i][8 * j + 4 * h + e] = c.x[i][h][e]; }
 };
 
-// ---- sums of outer products of a warpgroup's rows, both factors in shared memory ----
-
-constexpr int SUMMED_ROWS =
-    SUM_ALL_ROWS ? ROWS : 64 * M_TILES;  // by a warpgroup, which has some rows of the sums, or all
-
-DEVICE int warpgroup() { return WARPS == 4 ? 0 : uniform(threadIdx.x / 128); }
-DEVICE int first_summed() { return SUM_ALL_ROWS ? 0 : warpgroup() * SUMMED_ROWS; }
-DEVICE void rows_barrier() {
-  if (SUM_ALL_ROWS || WARPS == 4)
-    __syncthreads();
-  else
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup()) : "memory");
-}
+// ---- sums of outer products of a block of one warpgroup, both factors in shared memory ----
 
 // Ones, as columns of k: any distance between the parts of the operand will do.
 DEVICE u64 ones_descriptor(u32 ones) { return u64(128 >> 4) << 32 | u64(128 >> 4) << 16 | ones >> 4; }
@@ -128,10 +116,10 @@ struct Plane {
     return c;
   }
 
-  // The descriptor of 16 rows, as k, of those that a warpgroup sums; the next chunk is so many bytes further on.
+  // The descriptor of 16 rows, as k; the next chunk is so many bytes further on.
   static DEVICE u64 descriptor(u32 plane, int step, u32 next) {
     constexpr u64 HIGH = u64(SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3) << 62 | u64(8 * SPAN >> 4) << 32;
-    return HIGH | next >> 4 << 16 | (plane + first_summed() * SPAN + step * 16 * SPAN) >> 4;
+    return HIGH | next >> 4 << 16 | (plane + step * 16 * SPAN) >> 4;
   }
 };
 
@@ -141,8 +129,8 @@ struct WarpgroupProducts {
   static constexpr int WIDE_A = (A + 15) / 16 * 16, WIDE_B = (B + 15) / 16 * 16;
   static constexpr bool FLIPPED = WIDE_B % 64 == 0;  // B's columns are the rows of wgmma
   static constexpr int M = FLIPPED ? WIDE_B : WIDE_A, N = FLIPPED ? WIDE_A : WIDE_B, COUNT = N / 2 + 4 * SUMS;
-  static constexpr int GROUPS = WARPS / 4, BLOCKS = M / 64 / (SUM_ALL_ROWS ? GROUPS : 1);
-  static constexpr bool TOGETHER = SUMS && !ONES_APART && Plane<N>::CHUNKS == 1;
+  static constexpr int BLOCKS = M / 64;
+  static constexpr bool TOGETHER = SUMS && Plane<N>::CHUNKS == 1;
   static_assert(M % 64 == 0 && (!SUMS || FLIPPED));
   float x[BLOCKS][COUNT];
 
@@ -153,18 +141,16 @@ struct WarpgroupProducts {
       for (int i = 0; i < COUNT; ++i) x[m][i] = 0.0f;
   }
 
-  static DEVICE int block(int m) { return SUM_ALL_ROWS ? warpgroup() * BLOCKS + m : m; }
-
   // Begins to add; planes are read until wgmmas are waited for.
   DEVICE void add(u32 of_a, u32 of_b, u32 ones) {
     const u32 of_m = FLIPPED ? of_b : of_a, of_n = FLIPPED ? of_a : of_b;
-    const u32 next = TOGETHER ? ones - of_n - first_summed() * Plane<N>::SPAN : Plane<N>::CHUNK;
+    const u32 next = TOGETHER ? ones - of_n : Plane<N>::CHUNK;
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < SUMMED_ROWS / 16; ++step)
+    for (int step = 0; step < ROWS / 16; ++step)
 #pragma unroll
       for (int m = 0; m < BLOCKS; ++m) {
-        const u64 a = Plane<M>::descriptor(of_m + block(m) * Plane<M>::CHUNK, step, 0);
+        const u64 a = Plane<M>::descriptor(of_m + m * Plane<M>::CHUNK, step, 0);
         const u64 b = Plane<N>::descriptor(of_n, step, next);
         if constexpr (!SUMS || TOGETHER) {
           wgmma_outer(x[m], a, b, 1);
@@ -179,17 +165,13 @@ struct WarpgroupProducts {
   DEVICE void store(float* to, float* sums) {
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) wgmma_done(x[m]);
-    for (int group = 0; group < (SUM_ALL_ROWS ? 1 : GROUPS); ++group) {
-      if (group > 0) __syncthreads();
-      if (SUM_ALL_ROWS || warpgroup() == group)
 #pragma unroll
-        for (int i = 0; i < BLOCKS * COUNT; ++i) {
-          int e = i % COUNT, m = block(i / COUNT) * 64 + threadIdx.x / 32 % 4 * 16 + lane() / 4 + e / 2 % 2 * 8;
-          int n = e / 4 * 8 + lane() % 4 * 2 + e % 2;
-          int a = FLIPPED ? n : m, b = FLIPPED ? m : n;
-          float* place = a < A && b < B ? to + a * B + b : SUMS && n == N && m < B ? sums + m : nullptr;
-          if (place) *place = x[i / COUNT][e] + (group > 0 ? *place : 0.0f);
-        }
+    for (int i = 0; i < BLOCKS * COUNT; ++i) {
+      int e = i % COUNT, m = i / COUNT * 64 + threadIdx.x / 32 * 16 + lane() / 4 + e / 2 % 2 * 8;
+      int n = e / 4 * 8 + lane() % 4 * 2 + e % 2;
+      int a = FLIPPED ? n : m, b = FLIPPED ? m : n;
+      float* place = a < A && b < B ? to + a * B + b : SUMS && n == N && m < B ? sums + m : nullptr;
+      if (place) *place = x[i / COUNT][e];
     }
   }
 };
