@@ -286,3 +286,10 @@ def test_rows_that_tma_cannot_store_compile_lean(name):
 def test_rows_of_groups_that_tma_cannot_store_compile_lean():
     groups = cutjax.Problem.of(4096, 4095, 4096, "nt", groups=8, ragged="m")
     check_lean(groups, cutjax.candidates(groups)[:2], 48 << 10)
+
+
+def test_sums_in_float16_of_several_products_are_refused():
+    """Not an error on the way to the reasons."""
+    two = trace(lambda x, y: x * y, [jax.ShapeDtypeStruct((8, 8), np.float16)] * 2).epilogue
+    problem = cutjax.Problem.of(8, 8, 64, "nn", np.float16, np.float16, epilogue=two, math="f16")
+    assert "float16" in reasons(problem) or "f16" in reasons(problem)

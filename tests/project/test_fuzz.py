@@ -40,9 +40,9 @@ def test_what_is_wrong_is_found_and_repeated(monkeypatch, capsys):
 
 def test_problems_are_of_every_kind():
     """Those of a seed are always the same, and 180 of them have every way to multiply, and every kind and epilogue."""
-    space = fuzz.Space(seed=1)
+    space = fuzz.Space(seed=2)
     cases = [space.case(index) for index in range(0, 1440, 8)]
-    assert [str(fuzz.Space(seed=1).case(index)) for index in (80, 800)] == [str(cases[i]) for i in (10, 100)]
+    assert [str(fuzz.Space(seed=2).case(index)) for index in (80, 800)] == [str(cases[i]) for i in (10, 100)]
     assert {case.kernel.name.split("_")[0] for case in cases} == {"mma", "sm90"}
     assert {case.label.rsplit(", ", 1)[1] for case in cases} == products.EPILOGUES.keys()
     asked = [case.problem for case in cases]

@@ -156,8 +156,9 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
 @functools.lru_cache(maxsize=1024)
 def _facts_of(problem: Problem, swap: bool, pixels: bool) -> Facts:
     why, narrow = _reasons_of_operands(problem), operands.decoded(problem.bs[0], problem.a)
+    way = operands.Way() if why else operands.way(problem)
     unswappable = shared.of_swap(problem) if swap else []
-    if swap and problem.products > 1 and not narrow and (problem.a.bits != 16 or operands.way(problem).promoted):
+    if swap and problem.products > 1 and not narrow and (problem.a.bits != 16 or way.promoted):
         unswappable.append(f"swap with {problem.products} products, but of 16 bits as they are")
     if problem.a.prologue is not None and not swap:
         unswappable.append("a prologue of a: it is computed of the operand of the columns, where operands are swapped")
@@ -181,7 +182,6 @@ def _facts_of(problem: Problem, swap: bool, pixels: bool) -> Facts:
         or bool(problem.groups and epilogue.operands)
         or (len(epilogue.outputs) > 1 and staging.called)
     )
-    way = operands.Way() if why else operands.way(problem)
     prepared = () if why else (*operands.prepared(problem), *scales.prepared(problem))
     return Facts(multiplied, way, prepared, staging, heavy, (*why, *_problem_reasons(problem, staging), *unswappable))
 
