@@ -182,7 +182,7 @@ def _facts_of(problem: Problem, swap: bool, pixels: bool) -> Facts:
         or bool(problem.groups and epilogue.operands)
         or (len(epilogue.outputs) > 1 and staging.called)
     )
-    prepared = () if why else (*operands.prepared(problem), *scales.prepared(problem))
+    prepared = () if why else operands.prepared(problem)
     return Facts(multiplied, way, prepared, staging, heavy, (*why, *_problem_reasons(problem, staging), *unswappable))
 
 

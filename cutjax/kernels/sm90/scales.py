@@ -13,16 +13,12 @@ from cutjax.dtypes import FLOAT8, FOUR_BITS, short
 from cutjax.kernels import arguments
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.columns import each, where
-from cutjax.kernels.operand import Operand, Scale
-from cutjax.kernels.prepared import Prepared, Transpose
+from cutjax.kernels.operand import Scale
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Sizes
 from cutjax.kernels.sm90.operands import in_halves
 
 BLOCK = 128  # elements of k, which a stage has of float8
-# Rows from which on their scales are transposed before: those of a block of k then lie beside each other. A warp that
-# copies scales of rows reads as many lines.
-TURNED_FROM = 1024
 
 
 def scaled(problem: Problem) -> bool:
@@ -77,30 +73,12 @@ def bytes_of(problem: Problem, config: Sizes) -> Any:
     return (entries + 3) // 4 * 16
 
 
-def turned(operand: Operand, length: int) -> bool:
-    """True if the scales of an operand, whose m or n axis is so long, are transposed before."""
-    scale = operand.scale
-    return scale is not None and scale.mn == 1 and operand.contiguous == "k" and length >= TURNED_FROM
-
-
-def prepared(problem: Problem) -> tuple[Prepared, ...]:
-    """Returns the scales of which kernels read copies."""
-    found = []
-    buffers, lengths = arguments.scale_buffers(problem), (problem.m, *[problem.n] * problem.products)
-    operands = zip((problem.a, *problem.bs), lengths, problem.matrices, strict=True)
-    for i, (operand, length, matrices) in enumerate(operands):
-        if scaled(problem) and turned(operand, length):
-            size = 4 * matrices * math.prod(operand.blocks(length, problem.k))
-            found.append(Prepared(f"scales of {'b' if i else 'a'}", buffers[i][0], (Transpose(),), size, size))
-    return tuple(found)
-
-
 def constants(given: Problem) -> dict[str, int]:
     """Returns the constants of the scales in device text: 0 rows or columns share one where there is none."""
     found = {}
-    for name, operand, length in (("A", given.a, given.m), ("B", given.bs[0], given.n)):
+    for name, operand in (("A", given.a), ("B", given.bs[0])):
         found[f"{name}_SCALE_MN"] = operand.scale.mn if operand.scale else 0
-        found[f"{name}_SCALE_K_MAJOR"] = operand.contiguous == "k" and not turned(operand, length)
+        found[f"{name}_SCALE_K_MAJOR"] = operand.contiguous == "k"
     return found
 
 
@@ -109,10 +87,5 @@ def of_scales(given: Problem, swap: bool) -> Iterator[Argument]:
     if not scaled(given):
         return
     found = list(arguments.scales(given, swap))
-    for i, (operand, length) in enumerate(((given.a, given.m), *((b, given.n) for b in given.bs))):
-        if turned(operand, length):
-            name = f"scale_row_{f'b{i - 1}' if i else 'a'}"
-            rows = operand.blocks(length, given.k)[0]
-            found = [arguments.integer(name, rows, x.to) if x.name == name else x for x in found]
     for argument in sorted(found, key=lambda x: x.name.rsplit("_", 1)[-1]):
         yield dataclasses.replace(argument, to="promotion")
