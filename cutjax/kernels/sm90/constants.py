@@ -139,8 +139,8 @@ CONSTANTS = Constants(
     factor_f32=2.5,
     beside=1.105,
     sliced=0.8,  # of the same: by 0.7 one pick of ten took 1.24 times the fastest; of 8 bits .45 to .7 were equal
-    promoted=0.428,  # this and the next two: 21 float8 kernels of experiments/fp8-sliced-h200.json, to 12%
-    scaled=0.0937,
+    promoted=0.428,  # this and reread: 21 float8 kernels of experiments/fp8-sliced-h200.json, to 12%
+    scaled=0.085,  # 5 kernels ("new") of two products of experiments/fp8-factors-h200.json, 2026-11-28, to 4%
     reread=0.14,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )
