@@ -42,12 +42,15 @@ class _Fit:
       latency: of a load under load, in microseconds.
       twins, short: what two blocks on an SM, and tiles of 64 rows, add to the time of memory.
       last: how much of a tile the last one of a group takes more than its share, where rows have groups.
-      idle: how much of the time that skipped blocks of 64 rows would take is lost all the same.
       tall: what each doubling of a tile's rows adds, where groups have few: fewer tiles then read the same weights.
       scale: of the whole.
       rows: whether loads count as rows of 128 bytes: shorter ones as whole ones, those off the lines of memory as two.
       tile: microseconds that storing 128 x 256 accumulators as they are takes.
       halves: the part of a last tile's epilogue that is left where two warpgroups share it.
+      few: rows of a group of which pairs of tiles along n save half of what they share.
+      paired: microseconds of a k block that such a pair costs.
+      behind, awaited: how much less of an epilogue is hidden beside two staging buffers than beside more, and how much
+        less still where it loads operands.
     """
 
     load: float
@@ -60,16 +63,29 @@ class _Fit:
     twins: float = 0
     short: float = 0
     last: float = 0.5
-    idle: float = 0
     tall: float = 0
     scale: float = 1
     rows: bool = False
     tile: float = 2
     halves: float = 1
+    few: float = 0
+    paired: float = 0
+    behind: float = 0
+    awaited: float = 0
 
 
 _FITS = {
-    "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 1.8, 0.12, 0.02, last=0.45, idle=0.34, tall=0.275, scale=0.86),
+    # "m" also to 16 products of four layers of experts (benchmarks/results/sweeps/moe-h200.json), 2026-11-28.
+    "m": _Fit(
+        *(110, 1, 2, 0.11, 0.243, 1.9, 1.7, 0.12, 0.02),
+        last=0.19,
+        tall=0.25,
+        scale=0.86,
+        few=235,
+        paired=0.018,
+        behind=0.22,
+        awaited=0.12,
+    ),
     "k": _Fit(74, 0, 1.33, 0.2, 0.223, 1.6, 2, 0.04, -0.02, scale=0.67),
     # On an H200, 50 problems of 20 to 30 configs each: picks are 1% slower than the fastest, give or take the order.
     "symmetric": _Fit(95, 0.7, math.inf, 0.02, 0, 1, 1.8, rows=True, tile=4.5, halves=0.7),
@@ -103,7 +119,6 @@ def predict(kernel: Resolved, device: Device) -> Any:
         average, height = p.m / groups, c.bm * c.cluster_m
         rows = groups * maximum(1.0, average / height + fit.last)
         filled = groups * max(1.0, average / 64 + 0.5) * 64 / (rows * height)
-        filled += (1 - filled) * fit.idle
         items = rows * tiles * p.batch_size
     elif p.divided == "k":
         groups = p.groups_along("k")
@@ -129,16 +144,24 @@ def predict(kernel: Resolved, device: Device) -> Any:
     a_rows, b_rows = _short_rows(kernel) if fit.rows else (1, 1)
     saved = a_rows * c.bm * (c.cluster_n - 1) / c.cluster_n + b_rows * columns * (c.cluster_m - 1) / c.cluster_m
     loaded = (a_rows * c.bm + b_rows * columns) * c.bk * 2
+    if p.divided == "m":
+        # Of pairs along m the other tile may be beyond the group. Along n those of float8 lost 4%, and those of 64 rows
+        # 10 to 80% (experiments/grouped-gated-h200.json).
+        pays = 0 if kernel.way.each else (c.bm > 64) * average / (average + fit.few)
+        saved = c.bm * (c.cluster_n - 1) / c.cluster_n * pays
     load = sharing * (loaded - fit.shared * saved * c.bk * 2) / (fit.load * 1e3)
     both = maximum(multiply, load)
     if fit.blend != math.inf:
         both = (multiply**fit.blend + load**fit.blend) ** (1 / fit.blend)
     refill = (fit.latency + multiply) / c.stages  # a stage's load, and its turn to be read
-    mainloop = k_blocks * maximum(both, refill)
+    mainloop = k_blocks * (maximum(both, refill) + fit.paired * (c.cluster_n - 1))
 
     tile_us = fit.tile + (0.0 if p.plain or (p.divided == "k" and p.epilogue.identities) else 4.0)
     epilogue = sharing * (0.22 + tile_us * c.bm * columns * c.epilogue_columns / c.bn / 32768)
-    hidden = 0.83 * epilogue
+    behind = fit.behind * (kernel.buffers == 2)
+    if kernel.staging.operands:
+        behind = (fit.behind + fit.awaited) * ((kernel.buffers == 2) | (c.bn % 64 != 0))  # or buffers are half as wide
+    hidden = (0.83 - behind) * epilogue
     waiting = mainloop + epilogue - where(resident == 2, hidden, 0)
     wave = where(c.coop, waiting, maximum(mainloop + epilogue - hidden, (mainloop + epilogue) / 2))
     last = epilogue * where(c.coop & (c.consumers == 2), fit.halves, 1)
