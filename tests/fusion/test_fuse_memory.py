@@ -54,7 +54,7 @@ def test_memory_that_is_read_later_is_not_shared():
 
 
 def test_what_passes_make_of_memory_is_read_before_it_is_shared():
-    """As in ResNet's gradients: a weight's reads what a pass makes of the residual's, which XLA computes again for it."""
+    """As in ResNet's gradients: a weight's reads what a pass makes of the residual's, so XLA computes that again."""
 
     def block(x, w, y, between):
         h = jax.lax.sort(y)
