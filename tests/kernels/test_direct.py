@@ -255,3 +255,20 @@ def test_kernels_compile_without_spills(name, make):
         assert "warning" not in cubin.log
         assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0), entry.name
         assert code_bytes(cubin.image) < 48000, entry.name
+
+
+@needs_nvrtc
+def test_tails_of_several_large_operands_compile_without_spills():
+    view, channels, bf16 = forward_view(32, (14, 14), (7, 7), 96), 96, jnp.bfloat16
+    given = [*[jnp.zeros((view.rows, channels), bf16)] * 2, jnp.zeros((1, channels), bf16)]
+
+    def function(acc, r, q, bias):
+        r, q, bias = (x.astype(jnp.float32) for x in (r, q, bias))
+        return (jax.nn.gelu(acc + bias) + r * q).astype(bf16)
+
+    problem = epilogue(convolution.forward(view, channels), function, *given)
+    found = kernel.resolve(problem, cutjax.candidates(problem)[0])
+    assert found.config.toeplitz
+    (entry,) = found.entries
+    resources = compiler.compile_source(entry.source, name=entry.name, arch="sm_90a").resources
+    assert (resources.spill_store_bytes, resources.stack_bytes) == (0, 0)

@@ -13,7 +13,9 @@ from cutjax.kernels.staging import instructions
 from cutjax.runtime.launch import Pointer
 
 SUM_THREADS, MOST_SLICES = 512, 16
-MOST_INLINED = 60  # instructions of an epilogue, of which a kernel has a copy for each place of a strip; of all steps
+# Instructions of an epilogue, of which a kernel has a copy for each place of a strip; of all steps. Of several channels
+# at once, beside sums, a call would take a stack.
+MOST_INLINED, MOST_AT_ONCE = 60, 200
 _TENSOR = ("mma/atoms.cuh", "mma/math.cuh", "mma/instruction.cuh")
 
 
@@ -45,8 +47,9 @@ def _epilogue(kernel: Resolved) -> tuple[str, bool, bool]:
         return "1", False, False
     toeplitz = kernel.config.toeplitz
     copies = kernel.geometry.rows.window if toeplitz else 1  # of the code of a step
-    several = "UNIT" if as_large(kernel.problem.epilogue) else "2"
-    return several if toeplitz else "COLUMNS", copies * instructions(kernel.problem.epilogue) > MOST_INLINED, toeplitz
+    at_once = toeplitz and as_large(kernel.problem.epilogue)
+    called = copies * instructions(kernel.problem.epilogue) > (MOST_AT_ONCE if at_once else MOST_INLINED)
+    return "UNIT" if at_once else "2" if toeplitz else "COLUMNS", called, toeplitz
 
 
 def _constants(kernel: Resolved) -> dict[str, int]:
