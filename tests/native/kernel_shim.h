@@ -181,6 +181,12 @@ inline double ld_shared_f64(u32 address) { return load_shared<double>(address); 
 inline u32 ld_shared_u32(u32 address) { return load_shared<u32>(address); }
 inline u16 ld_shared_u16(u32 address) { return load_shared<u16>(address); }
 inline u32 ld_shared_u8(u32 address) { return load_shared<unsigned char>(address); }
+template <int BYTES>
+Bytes16 ld_shared(u32 address) {
+  Bytes16 v{};
+  std::memcpy(&v, shared_at<BYTES>(address), BYTES);
+  return v;
+}
 
 // The i-th matrix of ldmatrix, whose rows lanes 8 i on address.
 inline u32 matrix(int i) { return load_shared<u32>(lanes()[8 * i + lane() / 4][0] + lane() % 4 * 4); }

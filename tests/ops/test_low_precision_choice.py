@@ -66,7 +66,7 @@ CASES = {
         "",
         ["64x4096xbf16", "8x4096x4096xf4E2M1FN", "8xi32", "8x128x4096xf8E8M0FNU"],
     ),
-    "groups of rows": (  # a tile of 64 rows took 1.4 times as long there (fp8-factors-h200.json)
+    "groups of rows": (  # a tile of 64 rows took 1.4 times as long there (fp8-scaled-h200.json)
         functools.partial(cutjax.grouped_gemm, layout="nt", out_dtype=BF16),
         (
             Quantized(aval(8192, 7168, dtype=F8), aval(8192, 56, dtype=F32)),

@@ -231,8 +231,7 @@ class Body:
         made = ", ".join(f"c{x}.x[i][h][e]" for x in values)
         yield "EACH_ELEMENT {"
         yield f"  const float value[{len(step.values)}] = {{{given}}};"
-        call = f"{self.functions[self.of.function(step, values)]}(value, 0, 0, {made});"
-        yield f"  function{call}"
+        yield f"  function{self.functions[self.of.function(step, values)]}(value, 0, 0, {made});"
         yield "}"
 
     def _stage(self, stage: Stage) -> Iterator[str]:

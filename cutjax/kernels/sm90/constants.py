@@ -140,7 +140,7 @@ CONSTANTS = Constants(
     beside=1.105,
     sliced=0.8,  # of the same: by 0.7 one pick of ten took 1.24 times the fastest; of 8 bits .45 to .7 were equal
     promoted=0.428,  # this and reread: 21 float8 kernels of experiments/fp8-sliced-h200.json, to 12%
-    scaled=0.085,  # 5 kernels ("new") of two products of experiments/fp8-factors-h200.json, 2026-11-28, to 4%
+    scaled=0.085,  # 5 kernels ("new") of two products of experiments/fp8-scaled-h200.json, 2026-11-28, to 4%
     reread=0.14,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )

@@ -135,7 +135,7 @@ def predict(kernel: Resolved, device: Device) -> Any:
     cycles_share = 0.97 + 0.2 * 16 * (tile_bytes + read_bytes) / (c.bm * columns * c.bk)
     cycles_share = cycles_share + fit.coop * c.coop
     cycles_share = cycles_share + 0.04 * (c.bk == 128)
-    # A warpgroup by itself does not multiply while it adds up (experiments/fp8-factors-h200.json: 1.4 times as long).
+    # A warpgroup by itself does not multiply while it adds up (experiments/fp8-scaled-h200.json: 1.4 times as long).
     cycles_share = cycles_share + CONSTANTS.promoted * kernel.way.each * (c.coop & (c.consumers == 1))
     narrow = (c.bn % 64 != 0) & (p.bs[0].contiguous == "mn")  # narrower swizzle, so more bank conflicts
     cycles_share = cycles_share + fit.narrow * narrow

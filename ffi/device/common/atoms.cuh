@@ -193,9 +193,9 @@ DEVICE void st_global(void* p, Bytes16 v) {
   }
 }
 
-// Copies BYTES, of which both addresses are multiples.
+// BYTES, of which the address is a multiple.
 template <int BYTES>
-DEVICE void copy_to_global(void* p, u32 address) {
+DEVICE Bytes16 ld_shared(u32 address) {
   Bytes16 v{};
   if constexpr (BYTES == 16) {
     v = ld_shared_v4(address);
@@ -208,7 +208,13 @@ DEVICE void copy_to_global(void* p, u32 address) {
   } else {
     v.x = ld_shared_u8(address);
   }
-  st_global<BYTES>(p, v);
+  return v;
+}
+
+// Copies BYTES, of which both addresses are multiples.
+template <int BYTES>
+DEVICE void copy_to_global(void* p, u32 address) {
+  st_global<BYTES>(p, ld_shared<BYTES>(address));
 }
 
 DEVICE int ld_global(const int* p) {

@@ -38,18 +38,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   int row_of_load = first, left = work.rounds * steps, behind = images.low_h - (WINDOW_H - 1);
   Extras extras(of.images * grid_h * grid_w, images.channels EXTRAS_ARGUMENTS);
   Own own(work, of, grid_w, images.channels);
+  // Of the rows of the result that a step ends, from one on, those that there are, with their planes in a stage.
+  auto each_ended = [&](int ended, int& image, u32 stage, auto each) {
+#pragma unroll
+    for (int r = 0; r < STEP; ++r) {
+      int row = ended + r, pixel = (image * grid_h + row) * grid_w + own.column;
+      u32 planes = stage + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES + 16 * threadIdx.x;
+      if (row >= work.row && row < work.end && image < of.images) each(r, pixel, planes);
+    }
+    if (ended + STEP >= work.end) image += work.by * SUBS;
+  };
   // With a step's pixels come the planes of the results that leave in it: those that the step before it ends.
   int asked = work.row - STEP, asked_image = own.image;
   auto load = [&](u32 stage, bool there) {
     if (PLANES > 0) {
-#pragma unroll
-      for (int r = 0; r < STEP; ++r) {
-        int result_row = asked + r, pixel = (asked_image * grid_h + result_row) * grid_w + own.column;
-        u32 planes = stage + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES + 16 * threadIdx.x;
-        if (result_row >= work.row && result_row < work.end && asked_image < of.images)
-          extras.ask(planes, pixel, own.channel, own.channels);
-      }
-      if (asked + STEP >= work.end) asked_image += work.by * SUBS;
+      each_ended(asked, asked_image, stage,
+                 [&](int, int pixel, u32 planes) { extras.ask(planes, pixel, own.channel, own.channels); });
       asked = there ? row_of_load + behind : work.end;
     }
     if (there) {
@@ -83,15 +87,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   int row = first, group = work.group, buffer = 0;
   int ended = work.row - STEP;  // of the rows of the result, the first that the last step ended
   u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
-  auto copy = [&] {  // of the rows that the last step ended
-#pragma unroll
-    for (int r = 0; r < STEP; ++r) {
-      int result_row = ended + r, pixel = (own.image * grid_h + result_row) * grid_w + own.column;
-      u32 planes = from + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES + 16 * threadIdx.x;
-      if (result_row >= work.row && result_row < work.end && own.image < of.images)
-        copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own, pixel, planes);
-    }
-    if (ended + STEP >= work.end) own.image += work.by * SUBS;
+  auto copy = [&] {
+    each_ended(ended, own.image, from, [&](int r, int pixel, u32 planes) {
+      copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own, pixel, planes);
+    });
   };
   auto step = [&](auto phase) {
     cp_async_wait_group<STAGES - 2>();

@@ -55,17 +55,13 @@ struct Vector {
     }
   }
 
-  // From shared memory, so many bytes that are 4, 8 or 16.
+  // From shared memory, up to 16 bytes at once.
   DEVICE void load_shared(u32 address) {
-    if constexpr (BYTES == 16) {
-      Bytes16 v = ld_shared_v4(address);
-      words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-    } else if constexpr (BYTES == 8) {
-      ld_shared_v2(address, words[0], words[1]);
-    } else {
-      static_assert(BYTES == 4);
-      words[0] = ld_shared_u32(address);
-    }
+    static_assert(BYTES == UNIT);
+    const Bytes16 v = ld_shared<BYTES>(address);
+    const u32 all[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < BYTES / 4; ++i) words[i] = all[i];
   }
 
   DEVICE auto operator[](int i) const {

@@ -20,6 +20,24 @@ DEVICE void add_columns(float* sums, Chunk c, int row, int rows, int j) {
     }
 }
 
+// 16 columns of this warp's rows in shared memory, of 16 bits: `place` is of this lane's row of them, as ldmatrix takes
+// it.
+DEVICE Chunk chunk_at(u32 place, int pitch) {
+  Chunk c;
+#pragma unroll
+  for (int i = 0; i < M_TILES; ++i) {
+    u32 w[4];
+    ldmatrix_x4(place + 16 * i * pitch, w[0], w[1], w[2], w[3]);
+#pragma unroll
+    for (int of = 0; of < 4; ++of) {
+      Pair<MATH == Math::f16 ? Dtype::f16 : Dtype::bf16> pair;
+      pair.bits[0] = w[of];
+      c.x[i][of / 2][of % 2 * 2] = pair[0], c.x[i][of / 2][of % 2 * 2 + 1] = pair[1];
+    }
+  }
+  return c;
+}
+
 // A block's rows of COLUMNS as shared memory has them while their outer products are added up.
 template <int COLUMNS>
 struct Staged {
@@ -75,21 +93,7 @@ struct Staged {
   }
 
   // What this warp has stored, of 16 bits.
-  static DEVICE Chunk load(u32 from, int j) {
-    Chunk c;
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i) {
-      u32 w[4];
-      ldmatrix_x4(own_row(from, j) + 16 * i * PITCH, w[0], w[1], w[2], w[3]);
-#pragma unroll
-      for (int of = 0; of < 4; ++of) {
-        Pair<MATH == Math::f16 ? Dtype::f16 : Dtype::bf16> pair;
-        pair.bits[0] = w[of];
-        c.x[i][of / 2][of % 2 * 2] = pair[0], c.x[i][of / 2][of % 2 * 2 + 1] = pair[1];
-      }
-    }
-    return c;
-  }
+  static DEVICE Chunk load(u32 from, int j) { return chunk_at(own_row(from, j), PITCH); }
 
   static DEVICE void store_cleared(u32 to, const Chunk& c, int row, int rows, int j) {
     Fragment f = packed(c);

@@ -100,21 +100,7 @@ struct Plane {
         }
   }
 
-  static DEVICE Chunk load(u32 from, int j) {
-    Chunk c;
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i) {
-      u32 w[4];
-      ldmatrix_x4(own_row(from, j) + 16 * i * SPAN, w[0], w[1], w[2], w[3]);
-#pragma unroll
-      for (int of = 0; of < 4; ++of) {
-        Pair<OPERAND> pair;
-        pair.bits[0] = w[of];
-        c.x[i][of / 2][of % 2 * 2] = pair[0], c.x[i][of / 2][of % 2 * 2 + 1] = pair[1];
-      }
-    }
-    return c;
-  }
+  static DEVICE Chunk load(u32 from, int j) { return chunk_at(own_row(from, j), SPAN); }
 
   // The descriptor of 16 rows, as k; the next chunk is so many bytes further on.
   static DEVICE u64 descriptor(u32 plane, int step, u32 next) {
