@@ -363,7 +363,8 @@ class _Growth:
     def _cone(self, operands: Sequence[Any]) -> set[int] | None:
         """Returns the elementwise equations that operands are made by; None if those read more bytes, or are many."""
         graph = self.graph
-        left = sum(map(byte_count, operands))
+        # A mask would be written for the kernel alone: what it is of is read as cheaply.
+        left = sum(byte_count(x) << (x.aval.dtype == bool and not graph.in_memory(x)) for x in operands)
         found: set[int] = set()
         seen: set[Any] = set()
         stack = list(operands)

@@ -28,6 +28,7 @@ from cutjax.fusion.narrow import narrowed
 from cutjax.fusion.region import Region
 from cutjax.fusion.report import Report
 from cutjax.fusion.siblings import beside, merged_by_xla
+from cutjax.fusion.signs import of_results
 from cutjax.fusion.transpositions import cancelled
 from cutjax.runtime import backends
 
@@ -94,7 +95,7 @@ class Rewriter:
                 products = (graph.eqns[i] for i in sorted(graph.live) if is_product(graph.eqns[i]))
                 self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name not in OWN)
                 return jaxpr
-            jaxpr = narrowed(requantized(cancelled(jaxpr)))
+            jaxpr = of_results(narrowed(requantized(cancelled(jaxpr))))
             jaxpr, heads = headed(jaxpr, self.policy == "always", self._keys, self._template)
             self.reports += heads
             if self.fp8 is not None:

@@ -68,6 +68,22 @@ def test_what_passes_make_of_memory_is_read_before_it_is_shared():
     assert shared(alone, *args) == [((0, 0),)]
 
 
+def test_masks_are_not_kept():
+    """As of ResNet's sums: a kernel reads the activations, which are kept for a weight's gradient."""
+
+    def block(x, w, y, down, g):
+        more = jax.lax.sort(y)
+        h = x @ w + more
+        return jax.nn.relu(h) @ down, jnp.where(h > 0, g @ down.T, more)
+
+    args = [jnp.sign(x) for x in (X, W, scaled(6, (64, 48), BF16), DOWN, OUT)]  # no rounding changes a mask
+    found, _ = walk.products(always(block), args, {}, "cuda")
+    tails = [product.eqn.params["epilogue"].primal for product in found]
+    assert [[x.dtype for x in tail.operands] for tail in tails] == [["bfloat16"], ["bfloat16", "bfloat16"]]
+    assert [len(tail.outputs) for tail in tails] == [1, 1]
+    close(always(block)(*args), jax.jit(block)(*args), 2 * ROUNDING)
+
+
 def test_an_operand_of_the_product_is_not_written_over():
     def residual(x, w):
         h = jax.lax.sort(x)
