@@ -8,7 +8,8 @@ from cutjax.epilogue.expression import Epilogue
 def library_has(epilogue: Epilogue, convolution: str = "") -> bool:
     """True if XLA has an epilogue computed in the product, and needs no pass.
 
-    That is a bias of columns and a matrix that are added, and relu of the sum: by cuBLAS without the matrix. The matrix
+    That is a bias of columns and a matrix that are added, and relu of the sum: by cuBLAS without the matrix; and by
+    cuBLAS a constant that all is multiplied by, as attention's scores are. The matrix
     may be in place or not: of 34 recorded ones that something else read, none took XLA a pass. Of the products of a
     convolution cuDNN has the forward one alone.
 
@@ -23,5 +24,7 @@ def library_has(epilogue: Epilogue, convolution: str = "") -> bool:
         return False
     if not all(spec.col for spec in epilogue.operands) or convolution not in ("", "forward"):
         return False
+    if ops == ["mul"] and not epilogue.operands:
+        return not convolution and [node.op for node in epilogue.nodes].count("acc") == 1
     adds = ["add"] * len(epilogue.operands)
     return bool(ops) and ops in (adds, [*adds, "max"] if convolution or not matrices else adds)

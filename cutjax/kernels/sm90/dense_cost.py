@@ -31,6 +31,9 @@ FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from ther
 # Of a change of a k block beside its instructions, one after the other: the end of a wait, a load, a store, a fence, a
 # barrier and the first wgmma. Some 200 cycles, counted and not measured. It adds up with multiplying as decoding does.
 CHANGE_US = 0.114
+# How many times as long as of 2 bytes the bytes of results of 4 take: the scores in float32 that attention has, 4.3 and
+# 0.5 GB of them, beside those in bfloat16. Their parts, where k is divided, were fitted as they are.
+WIDE = 1.25
 
 
 class Features(NamedTuple):
@@ -55,6 +58,7 @@ class Features(NamedTuple):
       b_columns: loaded of b, of all products.
       b_short: how many more times than 1 its rows in shared memory are shorter than 64 elements.
       ragged, threads, swap: of the result.
+      wide: it has 4 bytes, where operands have 2.
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
       few_rows: it is a product of up to 64 rows.
       steps: in which a warpgroup decodes a k block; 0 where it decodes none.
@@ -101,6 +105,7 @@ class Features(NamedTuple):
     ragged: Any
     threads: Any
     swap: Any
+    wide: Any
     fused: Any
     few_rows: Any
     steps: Any
@@ -267,6 +272,7 @@ def _of_problem(
         "packed": multiplied.a.bits / multiplied.bs[0].bits,
         "b_off": off(1, multiplied.n),
         "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
+        "wide": multiplied.a.bits == 16 and multiplied.out_dtype.itemsize == 4,
         "fused": _instructions(multiplied, staged),
         "few_rows": asked.few_rows,
         "reads": (read.bytes - read.result_bytes) * way.terms,
@@ -378,6 +384,7 @@ def costs(f: Features, c: Constants) -> Costs:
     # Beside that, L2 and memory.
     all_loaded = f.items * f.cluster * f.k_blocks * loaded
     reads, writes = f.reads / c.read, f.splits * f.result / c.write * (1 + c.ragged * f.ragged)
+    writes = writes * (1 + (WIDE - 1) * f.wide * (f.splits == 1))
     streamed = (waves - maximum(waves // 1 - 1, 0.0)) / waves  # the part of the tiles
     memory = (reads + writes + f.stream * c.apart * streamed * all_loaded / 4.3) / (1e6 * f.speed)
     l2 = all_loaded / (c.l2 * 1e3)
