@@ -363,7 +363,7 @@ class Body:
                 yield f"store_rows<Dtype::{dtype}, {stage.width}>(out{i}, c{x}, row, rows, j);"
         for step, x in schedule.sums:
             for value in step.values:
-                if value in stage.makes and x not in schedule.summed.values():
+                if value in stage.makes and x not in self.of.summed.values():
                     yield f"add_columns({self._sums(x)}, c{value}, row, rows, j);"
         for x in stage.makes:
             if x in handed or x in schedule.stashed or x in schedule.planes:
