@@ -141,8 +141,9 @@ BY_WGMMA = [
     ("tangents", (33, 64), Config(12, 1, wgmma=True)),
     ("gradients", (64, 64), Config(4, 1, planes=True, wgmma=True)),
     ("gradients", (128,), Config(4, 1, planes=True, wgmma=True)),
-    ("gradients", (64, 16, 64), Config(4, 1, planes=True, wgmma=True)),  # a bias whose gradient no product with ones sums
+    ("gradients", (64, 16, 64), Config(4, 1, planes=True, wgmma=True)),  # no product with ones sums the bias's of 16
 ]
+APART = Config(8, 1, memory=True, planes=True, wgmma=True, apart=True)
 
 
 @needs_nvrtc
@@ -158,6 +159,54 @@ def test_wgmma_on_the_emulated_device(case):
     for found, wanted in zip(computed(kernel, arrays), expected(p, arrays), strict=True):
         distance = np.abs(np.asarray(found, np.float32) - wanted).max() / np.abs(wanted).max()
         assert distance < ERRORS["bfloat16"] * len(hidden)
+
+
+@needs_nvrtc
+@needs_gxx
+@pytest.mark.parametrize(
+    ("widths", "f", "dtype", "networks"),
+    [
+        ((3, 128, 64, 128, 2), jnp.tanh, "bfloat16", 1),
+        ((20, 120, 128), jax.nn.silu, "float16", 1),
+        ((3, 128, 128, 1), jax.nn.sigmoid, "bfloat16", 2),
+    ],
+    ids=["tanh", "silu", "sigmoid"],
+)
+def test_sums_apart_on_the_emulated_device(widths, f, dtype, networks):
+    """Factors narrow, and wide of two sizes; what functions read in planes, and stashed; rows of more than a tile."""
+    p = problem(form("gradients", layers(*widths, f=f)), dtype, arch="sm_90a", rows=270, networks=networks)
+    kernel = Kernel(p, APART)
+    assert not kernel.reasons()
+    arrays = list(drawn(p))
+    for found, wanted in zip(computed(kernel, arrays), expected(p, arrays), strict=True):
+        distance = np.abs(np.asarray(found, np.float32) - wanted).max() / np.abs(wanted).max()
+        assert distance < ERRORS[dtype]
+
+
+@needs_nvrtc
+@needs_gxx
+def test_sums_apart_of_small_integers_are_exact():
+    """Of few weights that are not zero, so that all rows are whole numbers of 8 bits."""
+    p = problem(form("gradients", layers(32, 128, 64, 128, f=lambda x: x * x)), arch="sm_90a", rows=200)
+    rng = np.random.default_rng(1)
+    arrays = [np.asarray(jnp.asarray(rng.integers(-1, 2, x.shape), x.dtype)) for x in drawn(p)]
+    for i in (1, 2, 3):
+        arrays[i] = np.where(rng.random(arrays[i].shape) < 0.5 / arrays[i].shape[1], arrays[i], 0).astype(
+            arrays[i].dtype
+        )
+    p = dataclasses.replace(p, dtypes=("float32",) * len(p.dtypes))
+    for found, wanted in zip(computed(Kernel(p, APART), arrays), expected(p, arrays), strict=True):
+        assert np.abs(wanted).max() > 8
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_sums_are_apart_of_wide_networks():
+    """Sums of 128 x 128 do not fit beside a network in registers; those of 64 x 64 do."""
+    for width, apart in ((64, False), (128, True)):
+        choice = choose(problem(form("gradients", layers(3, width, width, 1)), arch="sm_90a", rows=1 << 20))
+        assert choice.resolved is not None
+        assert choice.resolved.config.apart == apart
+        assert len(choice.resolved.results) == (4 if apart else 2)
 
 
 @needs_nvrtc
@@ -226,7 +275,7 @@ def test_planes_do_not_meet(name):
     """But for a function's result in the place of what it reads, in which there is one of the two at a time."""
     program = reusing(form(name, layers(3, 32, 32, 32, 1)))
     schedule = Schedule(program, True, True)
-    places, size = schedule.plane_places(lambda width: width)
+    places, size = schedule.plane_places(schedule.width)
     made = {x for x in places if not schedule.is_input(x)}
     assert set(places) == schedule.planes
     assert all(places[x] >= 0 and places[x] + schedule.width(x) <= size for x in places)
@@ -298,6 +347,14 @@ def test_no_spills(arch):
     assert isinstance(planes, Kernel)
     for kernel in (choice.resolved, planes):
         resources = kernel.compile().resources
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+
+
+@needs_nvrtc
+@pytest.mark.compiles
+def test_no_spills_of_sums_apart():
+    kernel = Kernel(problem(form("gradients", layers(3, 128, 128, 1)), arch="sm_90a", rows=1 << 20), APART)
+    for resources in (kernel.compile().resources, kernel.compile_outer().resources):
         assert resources.spill_store_bytes == resources.spill_load_bytes == 0
 
 

@@ -20,7 +20,10 @@ WIDEST = 256
 # By wgmma, the fastest first, of those with as many registers and as much shared memory as a network needs: measured on
 # an H200, 64 and 128 wide (benchmarks/results/experiments/networks-wgmma-h200.json). All were faster than any other.
 BY_WGMMA = tuple(Config(warps, 1, blocks=blocks, wgmma=True) for warps, blocks in ((4, 5), (12, 1), (8, 1), (4, 1)))
-SUMS_BY_WGMMA = (Config(4, 1, blocks=2, planes=True, wgmma=True),)
+SUMS_BY_WGMMA = (
+    Config(4, 1, blocks=2, planes=True, wgmma=True),
+    Config(8, 1, memory=True, planes=True, wgmma=True, apart=True),  # not measured: of networks wider than 64 alone
+)
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -82,9 +85,12 @@ def choose(problem: Problem) -> Choice[Problem, Kernel]:
     """Returns the kernel that is predicted to be the fastest, or the reasons why there is none."""
     if found := why_not(problem):
         return Choice(problem, tuple(found))
+    widest = max(x for kind in problem.program.kinds for x in kind.sizes)
     for config in SUMS_BY_WGMMA if problem.program.sums else BY_WGMMA:
-        if isinstance(kernel := resolve(problem, config), Kernel) and kernel.multiplies_at_once:
-            return fastest(problem, [kernel], "one kernel", floor_us(problem))
+        kernel = resolve(problem, config)
+        if isinstance(kernel, Kernel) and kernel.multiplies_at_once and (not config.apart or widest > 64):
+            why = "two kernels, not measured" if config.apart else "one kernel"
+            return fastest(problem, [kernel], why, floor_us(problem))
     each = (resolve(problem, config) for config in configs(problem))
     return fastest(problem, each, "one kernel, not measured", floor_us(problem))
 

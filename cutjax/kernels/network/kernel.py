@@ -13,6 +13,7 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.kernels import reasons
 from cutjax.kernels.network import text
+from cutjax.kernels.network.outer import OuterSums
 from cutjax.kernels.network.program import Affine, Outer
 from cutjax.kernels.network.resolved import PRODUCTS, SMS, Resolved
 from cutjax.kernels.network.schedule import padded
@@ -30,6 +31,7 @@ FILES = (
 )
 WGMMA = ("common/tma.cuh", "sm90/atoms.cuh")
 OWN = ("network/fragments.cuh", "network/sums.cuh")
+APART = ("network/apart.cuh",)
 LAUNCH_US = 3.0
 MHZ = 1755.0
 # Of a kernel, which then compiles for some seconds; and of one whose rows are chained, which is the longer.
@@ -53,7 +55,7 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma + "a" * c.apart
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -68,7 +70,7 @@ class Kernel(Resolved):
             "BLOCKS_PER_SM": c.blocks,
         }
         files = (*FILES, *WGMMA) if c.wgmma else FILES
-        own = (*OWN, text.instructions(self), "network/warpgroups.cuh") if c.wgmma else OWN
+        own = (*OWN, text.instructions(self), "network/warpgroups.cuh", *(APART * c.apart)) if c.wgmma else OWN
         head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
         head += f"constexpr Math MATH = Math::{self.math};\n"
         return sources.source(
@@ -87,6 +89,10 @@ class Kernel(Resolved):
             sizes = [tuple(map(padded, p.program.kinds[x].sizes)) for x in self.schedule.outers]
             if c.warps != 4 or any(a % 64 and b % 64 for a, b in sizes):
                 found.append("wgmma of outer products is of one warpgroup, one plane of a multiple of 64 columns")
+        if c.apart and not self.apart:
+            found.append("no outer products of two factors wider than 16, which a second kernel would sum")
+        if c.apart and (not c.planes or not c.wgmma or any(max(sizes) > 128 for sizes in self._sizes_apart)):
+            found.append("sums apart are of planes, wgmma, and factors of up to 128 columns")
         if c.planes and not self.schedule.planes:
             found.append("no outer products, whose factors planes have")
         most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
@@ -117,8 +123,24 @@ class Kernel(Resolved):
         return compile_kernel(self.source, name=self.name, arch=self.problem.arch)
 
     def call(self) -> Call:
-        """Returns the compiled kernel and the plan of its launch."""
-        return Call((self._launch(self.compile().image),), results=self.results, finish=self._finish)
+        """Returns the compiled kernel, and that of sums apart, and the plan of their launches."""
+        launches = [self._launch(self.compile().image)]
+        if self.apart:
+            launches.append(self.outer.launch(self.compile_outer().image))
+        return Call(tuple(launches), results=self.results, finish=self._finish)
+
+    @property
+    def outer(self) -> OuterSums:
+        """The kernel that sums what this one leaves apart."""
+        return OuterSums(self, self.name)
+
+    def compile_outer(self) -> Cubin:
+        """Compiles that kernel, or takes it from the cache."""
+        return compile_kernel(self.outer.source, name=self.outer.name, arch=self.problem.arch)
+
+    @property
+    def _sizes_apart(self) -> list[tuple[int, ...]]:
+        return [self.problem.program.kinds[phase.result].sizes for phase in self.apart]
 
     def _launch(self, cubin: bytes) -> Launch:
         return Launch(
@@ -134,12 +156,13 @@ class Kernel(Resolved):
         """Returns the results: rows as they are, and the sums of what each block has added up."""
         p = self.problem
         found = {place[0]: x for place, x in zip(self.written, written, strict=False)}
-        if self.partials:
-            whole = written[len(self.written)].sum(1)
+        of = dict(zip(self.memory, written, strict=True))
+        for name, places in (("float* partials", self.sums), ("float* sums", self.sums_apart)):
+            whole = of[name].sum(1) if places else None
             for i, x in enumerate(p.program.outputs):
-                if x in self.sums:
+                if whole is not None and x in places:
                     sizes = p.program.kinds[x].sizes
-                    at, size = self.sums[x], int(np.prod(sizes))
+                    at, size = places[x], int(np.prod(sizes))
                     found[i] = whole[:, at : at + size].reshape(-1, *sizes).astype(p.dtypes[i])
         return [found[i] for i in range(len(p.program.outputs))]
 
@@ -151,7 +174,8 @@ class Kernel(Resolved):
         elements = 0
         for step in p.program.steps:
             pairs = [kinds[t.matrix].sizes for t in step.terms] if isinstance(step, Affine) else []
-            pairs += [(*kinds[a].sizes, *kinds[b].sizes) for a, b in step.pairs] if isinstance(step, Outer) else []
+            if isinstance(step, Outer) and not c.apart:
+                pairs += [(*kinds[a].sizes, *kinds[b].sizes) for a, b in step.pairs]
             elements += sum(padded(a) * padded(b) for a, b in pairs)
         rate = dict(device.flops).get({"tf32": "tf32", "f16": "float16"}.get(self.math, "bfloat16"), 0.0)
         if not rate:
@@ -168,14 +192,14 @@ class Kernel(Resolved):
             moved += 2.0 * self.stash_bytes * self.tiles * p.networks / L2_SPEED
         if c.memory_sums:
             moved += 8.0 * self.partials * self.tiles * p.networks / L2_SPEED
+        planes = float(128 * self.chunks * rows)  # written, and read by the second kernel
+        moved += planes
         if not c.chained:
             us *= 1.2
-        if self.schedule.outers:
+        if self.schedule.outers and not c.apart:
             us *= IN_PLANES[c.tiles] if c.planes else STAGED
         if c.memory_sums:
             us *= IN_MEMORY
-        return (
-            LAUNCH_US
-            + max(us, 1e6 * moved / device.bytes_per_second)
-            + 0.25 * min(us, 1e6 * moved / device.bytes_per_second)
-        )
+        moving = 1e6 * moved / device.bytes_per_second
+        apart = bool(self.apart) * LAUNCH_US + 1e6 * planes / device.bytes_per_second
+        return LAUNCH_US + max(us, moving) + 0.25 * min(us, moving) + apart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -40,6 +41,8 @@ class Config:
         else they are stashed, and staged there for each sum.
       wgmma: whether warpgroups multiply all columns of a stage at once, where a matrix has a multiple of 64 columns;
         with planes, outer products too.
+      apart: with planes, whether a second kernel sums the outer products of two wide factors, whose planes are in
+        global memory; those of narrow ones each warp adds up of its own rows.
     """
 
     warps: int
@@ -50,11 +53,12 @@ class Config:
     blocks: int = 1
     planes: bool = False
     wgmma: bool = False
+    apart: bool = False
 
     @property
     def outer_wgmma(self) -> bool:
         """True if a warpgroup multiplies outer products of its rows."""
-        return self.wgmma and self.planes
+        return self.wgmma and self.planes and not self.apart
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,6 +130,45 @@ class Resolved:
         resident = (p.device.sms or SMS) * self.config.blocks
         return max(1, min(self.tiles, -(-resident // p.networks)))
 
+    # Outer products that a second kernel sums.
+
+    @functools.cached_property
+    def apart(self) -> tuple[OuterPhase, ...]:
+        """The outer products that are summed apart: of two factors that are wider than 16."""
+        if not self.config.apart:
+            return ()
+        width = self.schedule.width
+        return tuple(phase for phase in self.schedule.outer_phases if min(width(phase.a), width(phase.b)) > 16)
+
+    @functools.cached_property
+    def _in_memory(self) -> tuple[dict[int, int], int]:
+        found, at = {}, 0
+        for x in dict.fromkeys(x for phase in self.apart for x in (phase.a, phase.b)):
+            found[x] = at
+            at += -(-self.schedule.width(x) // 64)
+        return found, at
+
+    @property
+    def in_memory(self) -> dict[int, int]:
+        """The factors whose planes are in memory, and of each the first of its chunks of 64 columns."""
+        return self._in_memory[0]
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of 64 columns of all planes in memory."""
+        return self._in_memory[1]
+
+    @functools.cached_property
+    def in_shared(self) -> frozenset[int]:
+        """The factors whose planes are in shared memory."""
+        phases = [phase for phase in self.schedule.outer_phases if self.config.planes and phase not in self.apart]
+        return frozenset(x for phase in phases for x in (phase.a, phase.b))
+
+    @functools.cached_property
+    def sums_apart(self) -> dict[int, int]:
+        """The place of each sum in a second kernel's part of them, by number."""
+        return self._placed([x for p in self.apart for x in (p.result, self.summed.get(p)) if x is not None])
+
     # Shared memory: matrices, vectors, sums of columns, what is staged, the stash.
 
     @functools.cached_property
@@ -144,17 +187,27 @@ class Resolved:
                 at += self.parts * k * (n * self.element_bytes + 16)
             else:
                 at += 4 * padded(kind.sizes[0])
-        for _, x in self.schedule.sums:
-            if self.config.outer_wgmma and x in self.summed.values():
-                continue
+        for x in self.warp_sums:
             found[x] = at
-            at += 4 * self.config.warps * padded(self.problem.program.kinds[x].sizes[0])
+            at += 4 * self.config.warps * self.warp_elements(x)
         if self.config.outer_wgmma:
             at = -(-at // 1024) * 1024
             return found, at, at + self._planes[1] + 128 * self.rows
         if self.config.planes:
             return found, at, at + self._planes[1]
         return found, at, at + max((sum(self._staged_bytes(x)) for x in self.schedule.outer_phases), default=0)
+
+    @functools.cached_property
+    def warp_sums(self) -> tuple[int, ...]:
+        """The sums of which each warp has its own in shared memory: of columns, and narrow ones of outer products."""
+        elsewhere = {x for phase, x in self.summed.items() if self.config.outer_wgmma or phase in self.apart}
+        found = [x for _, x in self.schedule.sums if x not in elsewhere]
+        return (*found, *(x for x in self.schedule.outers if self.config.apart and x not in self.sums_apart))
+
+    def warp_elements(self, x: int) -> int:
+        """Returns the elements of a warp's own sums, of which vectors are in whole slices."""
+        kind = self.problem.program.kinds[x]
+        return padded(kind.sizes[0]) if kind.name == "vector" else -(-kind.sizes[0] * kind.sizes[1] // 4) * 4
 
     def _staged_bytes(self, phase: OuterPhase) -> tuple[int, int]:
         a, b = (self._plane_bytes(self.schedule.width(x)) for x in (phase.a, phase.b))
@@ -166,7 +219,9 @@ class Resolved:
 
     @functools.cached_property
     def _planes(self) -> tuple[dict[int, int], int]:
-        return self.schedule.plane_places(self._plane_bytes)
+        in_shared, width = self.in_shared, self.schedule.width
+        size = lambda x: self._plane_bytes(width(x)) if x in in_shared else 0  # noqa: E731
+        return self.schedule.plane_places(size, own=self.config.apart)
 
     def plane(self, x: int) -> range:
         """Returns the places in shared memory of a value that is in a plane."""
@@ -219,10 +274,12 @@ class Resolved:
     def summed(self) -> dict[OuterPhase, int]:
         """The sums of columns that come with outer products."""
         found = self.schedule.summed
-        if not self.config.outer_wgmma:
-            return found
-        apart = {x for phase, x in found.items() if padded(self.schedule.width(phase.b)) % 64}
-        return {phase: x for phase, x in found.items() if x not in apart}
+        if self.config.outer_wgmma:
+            refused = {x for phase, x in found.items() if padded(self.schedule.width(phase.b)) % 64}
+        else:  # a kernel's sums of columns are of one sum of outer products
+            results = {x: {phase.result for phase, y in found.items() if y == x} for x in found.values()}
+            refused = {x for x, of in results.items() if self.config.apart and len(of) > 1}
+        return {phase: x for phase, x in found.items() if x not in refused}
 
     def swizzled(self, x: int) -> bool:
         """True if an input is a matrix that wgmma may multiply by."""
@@ -263,7 +320,8 @@ class Resolved:
         read = {x for step, _ in stage.maps for x in step.values if x not in stage.makes}
         chunks = 8 * tiles * min(len(stage.makes) + len(read), 2 * len(stage.affine) + 4)
         if self.at_once(place):
-            return self._fragments(held) + len(stage.affine) * tiles * padded(stage.width) // 2 + chunks
+            early = self._fragments(tuple(read.intersection(self.in_memory)))
+            return self._fragments(held) + early + len(stage.affine) * tiles * padded(stage.width) // 2 + chunks
         return self._fragments(held) + self._fragments(handed) + more + chunks + self.words
 
     @property
@@ -284,7 +342,7 @@ class Resolved:
             most
             + (BESIDE_PLANES if c.planes or c.wgmma else BESIDE)
             + more
-            + (0 if c.memory_sums else self.sum_registers)
+            + (0 if c.memory_sums or c.apart else self.sum_registers)
         )
 
     @property
@@ -334,39 +392,66 @@ class Resolved:
     @functools.cached_property
     def sums(self) -> dict[int, int]:
         """The place of each sum in a block's part of them, by number."""
+        found = (*self.schedule.outers, *(x for _, x in self.schedule.sums))
+        return self._placed([x for x in found if x not in self.sums_apart])
+
+    def _placed(self, sums: Sequence[int]) -> dict[int, int]:
         found, at = {}, 0
-        for x in (*self.schedule.outers, *(x for _, x in self.schedule.sums)):
+        for x in dict.fromkeys(sums):
             found[x] = at
-            at += int(np.prod(self.problem.program.kinds[x].sizes))
+            at += self._elements(x)
         return found
+
+    def _elements(self, x: int) -> int:
+        return int(np.prod(self.problem.program.kinds[x].sizes))
 
     @property
     def partials(self) -> int:
         """Elements of a block's part of all sums."""
-        return sum(int(np.prod(self.problem.program.kinds[x].sizes)) for x in self.sums)
+        return sum(map(self._elements, self.sums))
+
+    @property
+    def partials_apart(self) -> int:
+        """Elements of a block's part of the sums that a second kernel makes."""
+        return sum(map(self._elements, self.sums_apart))
+
+    @property
+    def parts_apart(self) -> int:
+        """The parts of the rows that blocks of the second kernel sum: together they are as many as SMs."""
+        results = len({phase.result for phase in self.apart})
+        parts = (self.problem.device.sms or SMS) // max(1, results * self.problem.networks)
+        return max(1, min(parts, self.tiles))
+
+    @functools.cached_property
+    def memory(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What is written, by the argument's declaration: rows, parts of sums, planes and the stash in memory."""
+        p = self.problem
+        found = {
+            f"char* out{i}": jax.ShapeDtypeStruct((p.networks, p.rows, self.schedule.width(x)), np.dtype(p.dtypes[i]))
+            for i, x in self.written
+        }
+        if self.partials:
+            found["float* partials"] = jax.ShapeDtypeStruct((p.networks, self.blocks, self.partials), np.dtype("f4"))
+        if self.apart:
+            shape = (p.networks, self.parts_apart, self.partials_apart)
+            found["float* sums"] = jax.ShapeDtypeStruct(shape, np.dtype("f4"))
+            shape = (p.networks, self.tiles * self.rows, self.chunks, 128)
+            found["char* planes"] = jax.ShapeDtypeStruct(shape, np.dtype("u1"))
+        if self.config.memory and self.stash_bytes:
+            shape = (self.blocks * p.networks, self.stash_bytes)
+            found["char* stashes"] = jax.ShapeDtypeStruct(shape, np.dtype("u1"))
+        return found
 
     @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The arrays that the launch writes: rows, parts of sums, and the stash where it is in memory."""
-        p, blocks = self.problem, self.blocks * self.problem.networks
-        found = [
-            jax.ShapeDtypeStruct((p.networks, p.rows, self.schedule.width(x)), np.dtype(p.dtypes[i]))
-            for i, x in self.written
-        ]
-        if self.partials:
-            found.append(jax.ShapeDtypeStruct((p.networks, self.blocks, self.partials), np.dtype(np.float32)))
-        if self.config.memory and self.stash_bytes:
-            found.append(jax.ShapeDtypeStruct((blocks, self.stash_bytes), np.dtype(np.uint8)))
-        return tuple(found)
+        """The arrays that the launches write."""
+        return tuple(self.memory.values())
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments of the kernel, in order."""
         count = len(self.problem.program.inputs)
         found = [Argument(f"const char* in{i}", Pointer(i)) for i in range(count)]
-        names = [f"char* out{i}" for i, _ in self.written]
-        names += ["float* partials"] * bool(self.partials)
-        names += ["char* stashes"] * bool(self.config.memory and self.stash_bytes)
-        found += [Argument(name, Pointer(count + i)) for i, name in enumerate(names)]
+        found += [Argument(name, Pointer(count + i)) for i, name in enumerate(self.memory) if name != "float* sums"]
         sizes = {"rows": self.problem.rows, "tiles": self.tiles, "blocks": self.blocks}
         return (*found, *(integer(name, value) for name, value in sizes.items()))

@@ -225,27 +225,33 @@ class Schedule:
 
     def slots(self) -> tuple[dict[int, int], int]:
         """Returns the slice of 16 columns at which each stashed value begins, and the number of all slices."""
-        return self._placed(self.stashed, lambda width: padded(width) // 16)
+        return self._placed(self.stashed, lambda x: padded(self.width(x)) // 16)
 
-    def plane_places(self, size: Callable[[int], int]) -> tuple[dict[int, int], int]:
-        """Returns the places at which planes begin, those of inputs last, and the size of all, told that of a width."""
-        found, whole = self._placed(self.planes, size)
+    def plane_places(self, size: Callable[[int], int], own: bool = False) -> tuple[dict[int, int], int]:
+        """Returns the places at which planes begin, those of inputs last, and the size of all, told each one's.
+
+        Where warps read their own rows alone and never meet, planes of two sizes, and so of other rows, are apart.
+        """
+        found, whole = self._placed(self.planes, size, own)
         for x in sorted(filter(self.is_input, self.planes)):
             found[x] = whole
-            whole += size(self.width(x))
+            whole += size(x)
         return found, whole
 
-    def _placed(self, values: Collection[int], size_of: Callable[[int], int]) -> tuple[dict[int, int], int]:
+    def _placed(
+        self, values: Collection[int], size_of: Callable[[int], int], own: bool = False
+    ) -> tuple[dict[int, int], int]:
         taken: list[tuple[int, int, int, int]] = []  # where it begins and ends, and its lifetime
         found = {}
         for x, (first, last) in sorted(self.lifetimes.items(), key=lambda item: item[1]):
             if x not in values:
                 continue
-            size, at = size_of(self.width(x)), 0
+            size, at = size_of(x), 0
             for begin, end, made, read in sorted(taken):
                 # A function's result may take the place of its argument.
                 over = read == first and (begin, end) == (at, at + size) and self._elementwise(read)
-                if made <= last and first <= read and begin < at + size and at < end and not over:
+                meet = (made <= last and first <= read) or (own and end - begin != size)
+                if meet and begin < at + size and at < end and not over:
                     at = end
             taken.append((at, at + size, first, last))
             found[x] = at

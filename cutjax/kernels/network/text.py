@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 
 from cutjax.dtypes import DTYPES
@@ -42,6 +43,7 @@ class Body:
         self.since = 0  # outer products that were begun since
         self.pending = False  # whether wgmmas of outer products are waited for
         self.place = 0  # of a stage
+        self.early = set[int]()  # what a stage reads of memory, which is loaded before it waits for products
 
     def text(self) -> str:
         """Returns the text."""
@@ -82,17 +84,17 @@ class Body:
             yield f"out{i} += static_cast<i64>(network) * rows * {self.schedule.width(x)} * {self._size(i)};"
         if of.partials:
             yield f"partials += static_cast<i64>(blockIdx.x) * {of.partials};"
-        for _, x in self.schedule.sums:
-            if x not in of.places:
-                continue
-            width, at = padded(self.program.kinds[x].sizes[0]), of.places[x]
-            yield f"float* const sums{x} = reinterpret_cast<float*>(shared_memory + {at});"
-            yield f"for (int at = threadIdx.x; at < WARPS * {width}; at += THREADS) sums{x}[at] = 0.0f;"
+        for x in of.warp_sums:
+            yield f"float* const sums{x} = reinterpret_cast<float*>(shared_memory + {of.places[x]});"
+            size = f"WARPS * {of.warp_elements(x)}"
+            yield f"for (int at = threadIdx.x; at < {size}; at += THREADS) sums{x}[at] = 0.0f;"
+        if of.apart:
+            yield f"planes += static_cast<i64>(network) * tiles * (ROWS * 128 * {of.chunks});"
         if of.stash_bytes:
             memory = f"stashes + static_cast<i64>(blockIdx.x) * {of.stash_bytes}"
             begin = memory if of.config.memory else f"reinterpret_cast<char*>(shared_memory) + {of.stash_place}"
             yield f"char* const own_stash = {begin} + threadIdx.x * 16;"
-        if not of.config.memory_sums:
+        if not of.config.memory_sums and not of.config.apart:
             for x in self.schedule.outers:
                 yield f"{self._products(x)} products{x};"
                 yield f"products{x}.clear();"
@@ -122,15 +124,25 @@ class Body:
 
     def _tile(self) -> Iterator[str]:
         yield "  const int row = tile * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4;"
+        if self.of.apart:
+            yield f"  char* const own_planes = own_rows<{self.of.chunks}>(planes, row);"
         for x in self.of.prefetched:
             yield f"  const Chunk now{x} = next{x}.chunk();"
         yield from (f"  {line}" for line in self._fetched("tile + blocks"))
         for x in sorted(filter(self.schedule.is_input, self.schedule.planes)):
-            yield from (f"  {line}" for line in self._writes([x]))
-            loaded = self._loaded(x, "j")
-            yield "  #pragma unroll"
-            yield f"  for (int j = 0; j < {padded(self.schedule.width(x)) // 16}; ++j)"
-            yield f"    {self._staged(x)}::store(shared + {self.of.plane(x).start}, packed({loaded}), j);"
+            slices, loaded = padded(self.schedule.width(x)) // 16, self._loaded(x, "j")
+            if x in self.of.in_shared:
+                yield from (f"  {line}" for line in self._writes([x]))
+                yield "  #pragma unroll"
+                yield f"  for (int j = 0; j < {slices}; ++j)"
+                yield f"    {self._staged(x)}::store(shared + {self.of.plane(x).start}, packed({loaded}), j);"
+            if x in self.of.in_memory:
+                yield "  {"
+                yield f"    Fragment f[{slices}];"
+                yield "    #pragma unroll"
+                yield f"    for (int j = 0; j < {slices}; ++j) f[j] = packed({loaded});"
+                yield f"    store_plane<{self.of.in_memory[x]}>(own_planes, f, row, rows);"
+                yield "  }"
         for step, x in self.schedule.sums:
             if x in self.of.summed.values():
                 continue
@@ -179,8 +191,8 @@ class Body:
         self.made.clear()
 
     def _meet(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """True if planes of some values and of others overlap."""
-        return any(
+        """True if planes of some values and of others overlap, of which warps read each other's rows."""
+        return not self.of.config.apart and any(
             x.start < y.stop and y.start < x.stop for x in map(self.of.plane, some) for y in map(self.of.plane, others)
         )
 
@@ -188,7 +200,7 @@ class Body:
         return f"{'Plane' if self.of.config.outer_wgmma else 'Staged'}<{padded(self.schedule.width(x))}>"
 
     def _sums(self, x: int) -> str:
-        return f"sums{x} + threadIdx.x / 32 * {padded(self.program.kinds[x].sizes[0])}"
+        return f"sums{x} + threadIdx.x / 32 * {self.of.warp_elements(x)}"
 
     def _columns(self, value: int, then: list[str], unroll: bool = False) -> Iterator[str]:
         """Yields a loop over the columns of a value that is read again, in chunks ``c<value>``."""
@@ -202,10 +214,14 @@ class Body:
         if x in known:
             return
         known.add(x)
-        if x in self.schedule.planes:
+        if x in self.early:
+            yield f"const Chunk c{x} = unpacked(h{x}[{j}]);"
+        elif x in self.of.in_shared:
             yield f"const Chunk c{x} = {self._staged(x)}::load(shared + {self.of.plane(x).start}, {j});"
         elif self.schedule.is_input(x):
             yield f"const Chunk c{x} = {self._loaded(x, j)};"
+        elif x in self.of.in_memory:
+            yield f"const Chunk c{x} = plane_chunk<{self.of.in_memory[x]}>(own_planes, {j});"
         elif x in self.schedule.stashed:
             yield f"const Chunk c{x} = unstash({self._stash(x, j)});"
         else:
@@ -239,9 +255,10 @@ class Body:
         multiplied = schedule.multiplied(stage)
         slices = padded(stage.width) // 16
         handed = [x for i, x in schedule.handed if i == self.place + 1 and x in stage.makes]
-        for x in handed:
+        lasting = [x for x in stage.makes if x in self.of.in_memory]
+        for x in dict.fromkeys([*handed, *lasting]):
             yield f"  Fragment f{x}[{slices}];"
-        made = self.schedule.planes.intersection(stage.makes)
+        made = self.of.in_shared.intersection(stage.makes)
         # What is handed on, and may not be written before other warps have read, waits for the last column.
         self.waiting = made if made <= {*handed} and self._meet(made, self.read) else set()
         if not self.waiting:
@@ -253,20 +270,27 @@ class Body:
         for x in ahead:
             yield f"    Fragment f{x}[{padded(schedule.width(x)) // 16}];"
             yield from (f"  {line}" for line in self._columns(x, [f"f{x}[j] = packed(c{x});"], True))
-        if self.of.at_once(self.place):
-            if self.place not in self.begun:
-                yield from (f"    {line}" for line in self._begun(stage, self.place))
+        at_once = self.of.at_once(self.place)
+        if at_once and self.place not in self.begun:
+            yield from (f"    {line}" for line in self._begun(stage, self.place))
+        for x in sorted(self._read_early(stage)):
+            yield f"    Fragment h{x}[{slices}];"
+            yield f"    load_plane<{self.of.in_memory[x]}>(own_planes, h{x});"
+            self.early.add(x)
+        if at_once:
             yield from (f"    {line}" for line in self._multiplied(stage))
         yield f"    {_UNROLL[chained]}"
         yield f"    for (int j = 0; j < {slices}; ++j) {{"
-        yield from (f"      {line}" for line in self._columns_of(stage, ahead, handed))
+        yield from (f"      {line}" for line in self._columns_of(stage, ahead, [*dict.fromkeys([*handed, *lasting])]))
         yield "    }"
         yield "  }"
+        self.early.clear()
         after = self.place + 1
         if self.of.config.outer_wgmma and after < len(schedule.stages) and self.of.at_once(after):
             following = schedule.stages[after]
             if all((after, x) in schedule.handed for x in schedule.multiplied(following)):
                 yield from (f"  {line}" for line in self._begun(following, after))
+        yield from (f"  store_plane<{self.of.in_memory[x]}>(own_planes, f{x}, row, rows);" for x in lasting)
         if self.waiting:
             yield from (f"  {line}" for line in self._writes(made))
         for x in self.waiting:
@@ -276,6 +300,11 @@ class Body:
         for x in sorted(made):
             cleared = f"{self._staged(x)}::clear(shared + {self.of.plane(x).start}, row, rows);"
             yield f"  if ((tile + 1) * ROWS > rows) {cleared}"
+
+    def _read_early(self, stage: Stage) -> set[int]:
+        """Returns the values in memory that the functions of a stage read."""
+        function = self.schedule.function(stage)
+        return set(function[0].values if function else ()).intersection(self.of.in_memory).difference(stage.makes)
 
     def _begun(self, stage: Stage, place: int) -> Iterator[str]:
         """Yields the lines that begin the products of all columns of a stage, sums ``s<value>``."""
@@ -370,7 +399,7 @@ class Body:
                 yield from self._cleared(x, "j")
             if x in schedule.planes:
                 yield f"const Fragment p{x} = packed(c{x});"
-            if x in schedule.planes and x not in self.waiting:
+            if x in self.of.in_shared and x not in self.waiting:
                 yield f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, p{x}, j);"
         yield from (f"f{x}[j] = {f'p{x}' if x in schedule.planes else f'packed(c{x})'};" for x in handed)
         for x in stage.makes:
@@ -398,8 +427,17 @@ class Body:
         yield f"  Products<{sizes}>::add_in_memory({at}, {before}, shared + {places[0]}, shared + {places[1]});"
 
     def _outer_of_planes(self, phase: OuterPhase) -> Iterator[str]:
+        if phase in self.of.apart:
+            return
         places = self.of.staged(phase)
         factors = (phase.a, phase.b)
+        more = f", {self._sums(self.of.summed[phase])}" if phase in self.of.summed else ""
+        if self.of.config.apart:
+            sizes = ", ".join(map(str, self.program.kinds[phase.result].sizes))
+            of_both = f"shared + {places[0]}, shared + {places[1]}"
+            yield "  __syncwarp();"
+            yield f"  OwnProducts<{sizes}>::add({self._sums(phase.result)}, {of_both}{more});"
+            return
         if self._meet(factors, self.made):
             yield from (f"  {line}" for line in self._barrier())
         self.read.update(factors)
@@ -408,26 +446,22 @@ class Body:
             self.since += 1
             yield f"  products{phase.result}.add(shared + {places[0]}, shared + {places[1]}, shared + {self.of.ones});"
             return
-        more = f", {self._sums(self.of.summed[phase])}" if phase in self.of.summed else ""
         yield f"  products{phase.result}.add(shared + {places[0]}, shared + {places[1]}{more});"
 
     def _finish(self) -> Iterator[str]:
-        if not self.of.config.memory_sums:
+        if not self.of.config.memory_sums and not self.of.config.apart:
             for x in self.schedule.outers:
                 sums = ""
                 if self.of.config.outer_wgmma:
                     found = [at for phase, at in self.of.summed.items() if phase.result == x]
                     sums = f", partials + {self.of.sums[found[0]]}" if found else ", nullptr"
                 yield f"products{x}.store(partials + {self.of.sums[x]}{sums});"
-        if self.schedule.sums:
+        if self.of.warp_sums:
             yield "__syncthreads();"
-        for _, x in self.schedule.sums:
-            if x not in self.of.places:
-                continue
-            (width,) = self.program.kinds[x].sizes
-            yield f"for (int at = threadIdx.x; at < {width}; at += THREADS) {{"
+        for x in self.of.warp_sums:
+            yield f"for (int at = threadIdx.x; at < {math.prod(self.program.kinds[x].sizes)}; at += THREADS) {{"
             yield "  float sum = 0.0f;"
-            yield f"  for (int warp = 0; warp < WARPS; ++warp) sum += sums{x}[warp * {padded(width)} + at];"
+            yield f"  for (int warp = 0; warp < WARPS; ++warp) sum += sums{x}[warp * {self.of.warp_elements(x)} + at];"
             yield f"  partials[{self.of.sums[x]} + at] = sum;"
             yield "}"
 

@@ -20,6 +20,16 @@ DEVICE void add_columns(float* sums, Chunk c, int row, int rows, int j) {
     }
 }
 
+// 16 columns of 16 rows, of the words of a fragment of 16 bits.
+DEVICE void unpack(float (&x)[2][4], const u32 (&words)[4]) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    Pair<MATH == Math::f16 ? Dtype::f16 : Dtype::bf16> pair;
+    pair.bits[0] = words[w];
+    x[w / 2][w % 2 * 2] = pair[0], x[w / 2][w % 2 * 2 + 1] = pair[1];
+  }
+}
+
 // 16 columns of this warp's rows in shared memory, of 16 bits: `place` is of this lane's row of them, as ldmatrix takes
 // it.
 DEVICE Chunk chunk_at(u32 place, int pitch) {
@@ -28,12 +38,7 @@ DEVICE Chunk chunk_at(u32 place, int pitch) {
   for (int i = 0; i < M_TILES; ++i) {
     u32 w[4];
     ldmatrix_x4(place + 16 * i * pitch, w[0], w[1], w[2], w[3]);
-#pragma unroll
-    for (int of = 0; of < 4; ++of) {
-      Pair<MATH == Math::f16 ? Dtype::f16 : Dtype::bf16> pair;
-      pair.bits[0] = w[of];
-      c.x[i][of / 2][of % 2 * 2] = pair[0], c.x[i][of / 2][of % 2 * 2 + 1] = pair[1];
-    }
+    unpack(c.x[i], w);
   }
   return c;
 }
