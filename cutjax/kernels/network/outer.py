@@ -57,8 +57,8 @@ class OuterSums:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: stages, ones, barriers."""
-        return self._ones + 256 + 16 * STAGES
+        """Shared memory of a block: stages, ones and zeros, barriers."""
+        return self._ones + 512 + 16 * STAGES
 
     @functools.cached_property
     def source(self) -> str:

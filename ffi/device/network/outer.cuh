@@ -23,11 +23,12 @@ struct OuterSums {
   // Of a multiple of 64 rows.
   static DEVICE void compute(const Factors (&pairs)[PAIRS], const char* planes, int rows, float* to, float* sums) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    const u32 shared = shared_address(shared_memory), full = shared + ONES + 256, empty = full + 8 * STAGES;
+    const u32 shared = shared_address(shared_memory), full = shared + ONES + 512, empty = full + 8 * STAGES;
     const int group = threadIdx.x / 128, steps = rows / 64;
     const int first = static_cast<i64>(steps) * blockIdx.x / gridDim.x;
     const int last = static_cast<i64>(steps) * (blockIdx.x + 1) / gridDim.x;
-    if (threadIdx.x < 64) st_shared_u32(shared + ONES + threadIdx.x * 4, F16 ? 0x3c003c00 : 0x3f803f80);
+    if (threadIdx.x < 128)  // ones, and as many zeros
+      st_shared_u32(shared + ONES + threadIdx.x * 4, threadIdx.x >= 64 ? 0 : F16 ? 0x3c003c00 : 0x3f803f80);
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, 4 * CHUNKS_B);
       fence_mbarrier_init();
@@ -55,16 +56,16 @@ struct OuterSums {
     float x[32 * CHUNKS_A] = {}, totals[4] = {};
     const u64 ones = u64(128 >> 4) << 32 | u64(128 >> 4) << 16 | (shared + ONES) >> 4;
     for (const Factors& pair : pairs)
+#pragma unroll 1  // of several steps at once each wgmma would be waited for
       for (int step = first; step < last; ++step, next()) {
         mbarrier_wait(full + 8 * stage, turn);
         const u32 of_a = shared + stage * BYTES;
         const WgmmaDescriptor<128, CHUNK, 1024> b(of_a), a(of_a + (CHUNKS_A + group) * CHUNK);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          wgmma_outer(x, a.at(k * 2048), b.at(k * 2048), 1);
-          if (pair.summed) wgmma_ones(totals, a.at(k * 2048), ones, 1);
-        }
+        for (int k = 0; k < 4; ++k) wgmma_outer(x, a.at(k * 2048), b.at(k * 2048), 1);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) wgmma_ones(totals, a.at(k * 2048), pair.summed ? ones : ones + (256 >> 4), 1);
         wgmma_commit_group();
         wgmma_wait_group<0>();
         if (elect()) mbarrier_arrive(empty + 8 * stage);
