@@ -424,7 +424,7 @@ class Resolved:
 
     @functools.cached_property
     def memory(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What is written, by the argument's declaration: rows, parts of sums, planes and the stash in memory."""
+        """The arrays that are written, by an argument's declaration: rows, parts of sums, planes and the stash."""
         p = self.problem
         found = {
             f"char* out{i}": jax.ShapeDtypeStruct((p.networks, p.rows, self.schedule.width(x)), np.dtype(p.dtypes[i]))
