@@ -36,6 +36,7 @@ LAUNCH_US = 3.0
 MHZ = 1755.0
 # Of a kernel, which then compiles for some seconds; and of one whose rows are chained, which is the longer.
 MOST_INSTRUCTIONS, MOST_CHAINED = 9_000, 12_000
+MOST_IN_MEMORY = 1 << 34  # bytes of planes: of 10 million rows of four layers of 128
 IN_MEMORY = 1.5  # where sums of outer products are in memory: 1202 us, and 1002 in registers
 STAGED = 1.5  # where their factors are staged for each
 IN_PLANES = {2: 0.84, 1: 0.64}  # where those are in planes, by tiles of a warp: 400 and 424 us, and 921 staged
@@ -93,6 +94,8 @@ class Kernel(Resolved):
             found.append("no outer products of two factors wider than 16, which a second kernel would sum")
         if c.apart and (not c.planes or not c.wgmma or any(max(sizes) > 128 for sizes in self._sizes_apart)):
             found.append("sums apart are of planes, wgmma, and factors of up to 128 columns")
+        if self.plane_bytes > MOST_IN_MEMORY:
+            found.append(f"{self.plane_bytes} bytes of planes in memory, at most {MOST_IN_MEMORY}")
         if c.planes and not self.schedule.planes:
             found.append("no outer products, whose factors planes have")
         most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
@@ -113,7 +116,7 @@ class Kernel(Resolved):
         found += reasons.of_counters(sizes)
         if not found:
             try:
-                self._launch(b"-")
+                self._launches(b"-", b"-")
             except ValueError as error:
                 found.append(f"inputs and results are too many for one launch ({error})")
         return found
@@ -124,10 +127,8 @@ class Kernel(Resolved):
 
     def call(self) -> Call:
         """Returns the compiled kernel, and that of sums apart, and the plan of their launches."""
-        launches = [self._launch(self.compile().image)]
-        if self.apart:
-            launches.append(self.outer.launch(self.compile_outer().image))
-        return Call(tuple(launches), results=self.results, finish=self._finish)
+        launches = self._launches(self.compile().image, self.compile_outer().image if self.apart else b"")
+        return Call(launches, results=self.results, finish=self._finish)
 
     @property
     def outer(self) -> OuterSums:
@@ -142,8 +143,8 @@ class Kernel(Resolved):
     def _sizes_apart(self) -> list[tuple[int, ...]]:
         return [self.problem.program.kinds[phase.result].sizes for phase in self.apart]
 
-    def _launch(self, cubin: bytes) -> Launch:
-        return Launch(
+    def _launches(self, cubin: bytes, outer: bytes) -> tuple[Launch, ...]:
+        own = Launch(
             kernel=self.name,
             cubin=cubin,
             grid=(self.blocks * self.problem.networks, 1, 1),
@@ -151,6 +152,7 @@ class Kernel(Resolved):
             shared_bytes=self.shared_bytes,
             params=tuple(argument.value for argument in self.arguments),
         )
+        return (own, self.outer.launch(outer)) if self.apart else (own,)
 
     def _finish(self, written: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results: rows as they are, and the sums of what each block has added up."""
@@ -192,7 +194,7 @@ class Kernel(Resolved):
             moved += 2.0 * self.stash_bytes * self.tiles * p.networks / L2_SPEED
         if c.memory_sums:
             moved += 8.0 * self.partials * self.tiles * p.networks / L2_SPEED
-        planes = float(128 * self.chunks * rows)  # written, and read by the second kernel
+        planes = float(self.plane_bytes)  # written, and read by the second kernel
         moved += planes
         if not c.chained:
             us *= 1.2

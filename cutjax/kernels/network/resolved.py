@@ -158,6 +158,11 @@ class Resolved:
         """The chunks of 64 columns of all planes in memory."""
         return self._in_memory[1]
 
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of all planes in memory."""
+        return 128 * self.chunks * self.tiles * self.rows * self.problem.networks
+
     @functools.cached_property
     def in_shared(self) -> frozenset[int]:
         """The factors whose planes are in shared memory."""
