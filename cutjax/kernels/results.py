@@ -19,15 +19,18 @@ def parts(problem: Problem, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (jax.ShapeDtypeStruct(shape, p.accumulator),) * p.products
 
 
-def written(problem: Problem, columns: int, turned: bool = False) -> tuple[jax.ShapeDtypeStruct, ...]:
+def written(
+    problem: Problem, columns: int, turned: bool = False, shares: int | None = None
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the avals of a kernel's results, of which reductions are still one value for each tile's share.
 
-    Of a reduction it is one value for each 16 rows, for each so many columns, or both. Where operands are swapped the
+    Of a reduction it is one value for each 16 rows, or of all rows so many ``shares``, for each so many columns, or
+    both. Where operands are swapped the
     problem is that of the transposed result, and results of full size are ``turned``.
     """
     p, found = problem, []
     for out in p.epilogue.outputs:
-        of_rows = -(-p.m // 16) if "row" in out.axes else p.m
+        of_rows = shares or -(-p.m // 16) if "row" in out.axes else p.m
         of_columns = -(-p.n // columns) if "col" in out.axes else p.n
         shape = (of_rows, of_columns) if out.reduce else (p.n, p.m) if turned else (p.m, p.n)
         found.append(jax.ShapeDtypeStruct((*p.batch, *shape), np.dtype(out.dtype)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import launches
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import windows
 from windows import view
 
-from cutjax import Config, HaloConfig
+from cutjax import Config, DirectConfig, HaloConfig
+from cutjax.epilogue.trace import trace
 from cutjax.kernels import families
 from cutjax.kernels.direct import family as direct
 from cutjax.kernels.mma import family as mma
@@ -54,3 +56,45 @@ def test_exact(name):
         call = kernel.call()
     got = launches.run(problem, call, arrays, device.Machine(eagerness=3).execute)
     assert not launches.wrong(got, [windows.product(problem, *arrays)])
+
+
+def each(images, image, window, groups, **fields):
+    reach = [size // 2 for size in window]
+    return windows.view(images, image, window, 1, groups=groups, low=reach, high=reach, **fields)
+
+
+# Windows, columns, the kind of product and a config: several images in strips of a fragment, chunks of rows and parts
+# of a row; channels that are few, odd and of no whole units; places cut off; steps, and the gradient of those.
+SUMS = {
+    "3x3": (each(5, (13, 20), (3, 3), 20), 20, "in order", DirectConfig(2, 8, 5, 8, 256, 3, 1, 6, True)),
+    "5x5": (each(9, (7, 9), (5, 5), 48), 48, "backwards", DirectConfig(2, 8, 7, 16, 512, 2, 1, 2, True)),
+    "3x3, wide": (each(2, (3, 140), (3, 3), 16), 16, "in order", DirectConfig(2, 8, 3, 8, 256, 2, 1, 2, True)),
+    "3x3 /2": (each(3, (13, 12), (3, 3), 24, strides=(2, 2)), 24, "in order", DirectConfig(4, 2, 3, 4, 32)),
+    "5x5 spread": (each(2, (5, 6), (5, 5), 12, spread=(2, 2)), 12, "backwards", DirectConfig(2, 4, 4, 4, 16)),
+    "odd": (each(2, (6, 5), (3, 3), 9), 9, "in order", DirectConfig(1, 4, 4, 8, 32)),
+    "two of each": (each(2, (6, 5), (3, 3), 6), 12, "in order", DirectConfig(4, 1, 3, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_beside_depthwise_results_are_exact(name, large):
+    """Of each channel and of all; beside what an operand as large as the result takes part in, too."""
+    of, n, kind, config = SUMS[name]
+    rng, problem = np.random.default_rng(0), windows.asked(of, n, kind, dtype=H, out_dtype=F32)
+    arrays = [rng.integers(-2, 3, shape).astype(H) for shape in windows.shapes(problem)]
+    given = [rng.integers(-2, 3, (problem.m, n)).astype(H), rng.integers(1, 3, (1, n)).astype(F32)][: 2 * large]
+
+    def function(acc, *given):
+        y = (acc + given[0].astype(acc.dtype)) * given[1] if given else acc
+        return y, jnp.sum(y, 0), jnp.sum(acc * acc), jnp.max(y, 0)
+
+    acc = jax.ShapeDtypeStruct((problem.m, n), F32)
+    problem = problem.fused(trace(function, [acc], list(map(jnp.asarray, given))).epilogue)
+    kernel = direct.resolve(problem, config)
+    assert not isinstance(kernel, tuple), kernel
+    with device.emulated():
+        call = kernel.call()
+    got = launches.run(problem, call, [*arrays, *given], device.Machine(eagerness=3).execute)
+    expected = function(windows.product(problem, *arrays), *(x.astype(F32) for x in given))
+    assert not launches.wrong([x.reshape(-1) for x in got], [np.ravel(x) for x in expected])

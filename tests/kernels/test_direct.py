@@ -15,9 +15,10 @@ from windows import forward_view
 
 import cutjax
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import convolution
+from cutjax.kernels import convolution, results
 from cutjax.kernels.direct import family, kernel
 from cutjax.kernels.direct.config import Config
+from cutjax.kernels.direct.geometry import geometry_of
 from cutjax.kernels.families import CONFIGS, config_of, fields_of
 from cutjax.kernels.operand import Taps
 from cutjax.runtime import compiler
@@ -38,15 +39,14 @@ def kernels(problem):
 
 def run(found, arrays, folder):
     """What a kernel makes of arrays, on the host."""
-    p = found.problem
-    results = [np.full((p.m, p.n), 7).astype(out.dtype) for out in p.epilogue.outputs]
-    given = [kernel_host.aligned(x) for x in (*arrays, *results)]
+    written = results.written(found.problem, 1, shares=found.parts)
+    given = [kernel_host.aligned(x) for x in (*arrays, *(np.full(x.shape, 7).astype(x.dtype) for x in written))]
     if found.geometry.gradient:
         scratch = found.scratch
         given.append(kernel_host.aligned(np.full(scratch.shape, np.nan, scratch.dtype)))
     for entry in found.entries:
         kernel_host.run(entry, given, folder, blocks=entry.blocks)
-    return given[len(arrays) : len(arrays) + len(results)]
+    return results.finish(found.problem.epilogue.outputs, given[len(arrays) :], ())
 
 
 def random_case(seed):
@@ -75,9 +75,14 @@ def random_case(seed):
 @pytest.mark.parametrize("seed", range(GEOMETRIES))
 def test_small_integers_are_exact(seed, tmp_path):
     problem, arrays, expected = random_case(seed)
+    geometry, out = geometry_of(problem), problem.out_dtype
+    if seed % 2 and problem.accumulator.itemsize == 4 and not (geometry.gradient or geometry.slides):
+        problem = epilogue(problem, lambda acc: (acc.astype(out), jnp.sum(acc, 0), jnp.min(acc)))
     found = kernels(problem)
-    (got,) = run(found[seed % len(found)], arrays, tmp_path)
+    got, *sums = run(found[seed % len(found)], arrays, tmp_path)
     np.testing.assert_array_equal(got, expected.astype(got.dtype))
+    for one, of in zip(sums, (expected.sum(0), expected.min()), strict=False):
+        np.testing.assert_array_equal(np.squeeze(one), np.squeeze(of))
 
 
 # Images, their size and a window; configs' warps, rows, stages and parts: strips of five images and of 16, rows in
@@ -151,9 +156,9 @@ def test_windows_that_slide_are_exact(case, tmp_path):
 
 
 def epilogue(problem, function, *operands):
-    acc = jax.ShapeDtypeStruct((problem.m, problem.n), jnp.float32)
-    traced = trace(function, [acc], [jnp.asarray(x) for x in operands])
-    return problem.fused(traced.epilogue)
+    acc, found = jax.ShapeDtypeStruct((problem.m, problem.n), jnp.float32), []
+    jax.eval_shape(lambda *given: found.append(trace(function, [acc], given).epilogue), *operands)
+    return problem.fused(found[0])
 
 
 @needs_gxx
@@ -187,6 +192,10 @@ def test_candidates_of_a_depthwise_convolution():
     assert Config in CONFIGS
 
 
+def summed(problem, axis, dtype=jnp.float32):
+    return epilogue(problem, lambda acc: (acc, jnp.sum(acc.astype(dtype), axis, dtype=dtype)))
+
+
 def of(**fields):
     return dataclasses.replace(forward_view(2, (8, 8), (3, 3), 8), **fields)
 
@@ -199,6 +208,9 @@ def of(**fields):
         (convolution.forward(of(channels=2), 16), "2 channels to 2 in each of 8 groups"),
         (convolution.forward(of(), 8, dtype="int8", out_dtype="int32"), "direct kernels multiply bf16, f16, f32, f64"),
         (convolution.forward(of(images=0), 8), "a size is 0"),
+        (summed(convolution.forward(of(), 8), 1), "a reduction over channels"),
+        (summed(convolution.forward(of(), 8), 0, jnp.bfloat16), "a reduction in bfloat16"),
+        (summed(convolution.weight_gradient(of(), 8), 0), "a reduction of a weight gradient"),
     ],
 )
 def test_what_is_refused(problem, why):
@@ -272,3 +284,37 @@ def test_tails_of_several_large_operands_compile_without_spills():
     (entry,) = found.entries
     resources = compiler.compile_source(entry.source, name=entry.name, arch="sm_90a").resources
     assert (resources.spill_store_bytes, resources.stack_bytes) == (0, 0)
+
+
+# Depthwise convolutions of EfficientNet, and input gradients.
+NORMED = {
+    "3x3": (TELLING["3x3"], False),
+    "3x3 /2": (forward_view(256, (112, 112), (3, 3), 96, strides=(2, 2), low=(0, 0), high=(1, 1)), False),
+    "5x5 gradient": (forward_view(256, (28, 28), (5, 5), 240), True),
+    "5x5 /2 gradient": (TELLING["5x5 spread"], True),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", NORMED)
+def test_sums_of_a_norm_compile_without_spills(name):
+    """Forward, those of a batch norm; of an input gradient those of the derivatives of it and of its activation."""
+    (view, backward), bf16 = NORMED[name], jnp.bfloat16
+    x, column = (jax.ShapeDtypeStruct((m, view.groups), of) for m, of in ((view.rows, bf16), (1, jnp.float32)))
+
+    def statistics(acc):
+        return acc.astype(bf16), jnp.sum(acc, 0), jnp.sum(acc * acc, 0)
+
+    def derivatives(acc, x, mean, scale, bias):
+        centred = x.astype(jnp.float32) - mean
+        y = centred * scale + bias
+        d = jax.vjp(jax.nn.silu, y)[1](acc)[0]
+        return (d * scale).astype(bf16), jnp.sum(d, 0), jnp.sum(d * centred, 0), jnp.sum(-d * scale, 0)
+
+    problem = convolution.forward(view, view.groups)
+    problem = epilogue(problem, derivatives, x, *[column] * 3) if backward else epilogue(problem, statistics)
+    (entry,) = min(kernels(problem), key=lambda one: one.time_us(problem.device)).entries
+    cubin = compiler.compile_source(entry.source, name=entry.name, arch="sm_90a")
+    resources = cubin.resources
+    assert (resources.spill_store_bytes, resources.stack_bytes) == (0, 0), entry.name
+    assert code_bytes(cubin.image) < 60000, entry.name

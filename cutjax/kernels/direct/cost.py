@@ -10,6 +10,7 @@ from cutjax.kernels import reasons
 from cutjax.kernels.device import Device
 from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.geometry import Geometry
+from cutjax.kernels.direct.text import reduced
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 
@@ -19,6 +20,7 @@ REDUCED_BYTES = 32768  # of shared memory in which a block adds up a weight grad
 MOST_SUMS = 72  # of a thread of a weight gradient, about
 MOST_PRODUCTS = (800, 400)  # of a thread in one turn of its loop, which is unrolled: code that compiles in a second
 LATENCY_US, LAUNCH_US, SUM_US = 1.0, 2.0, 3.0
+SHARES_US = 4.0  # in which XLA adds up blocks' shares of reductions, a guess
 ISSUED = 0.75  # share of the instructions that an SM could start
 # The logarithm of what was measured over what these instructions and bytes take, as a sum over what is true of a
 # kernel: 97 kernels of 31 depthwise convolutions on an H200 (benchmarks/results, conv-tune-1 and conv-tune-2). "strip"
@@ -110,8 +112,9 @@ class Shape:
 
     @functools.cached_property
     def parts(self) -> int:
-        """Parts of the places: no more than blocks find strips for."""
-        return max(1, min(self.config.parts, -(-self.items // self.across)))
+        """Parts of the places: of a weight gradient no more than blocks find strips for."""
+        blocks = -(-self.items // self.across)
+        return max(1, min(self.config.parts, blocks)) if self.geometry.gradient else blocks
 
     @property
     def taps_at_once(self) -> int:
@@ -131,14 +134,20 @@ class Shape:
         """Blocks of the launch."""
         if self.geometry.gradient:
             return self.tiles * self.slices * self.parts
-        return self.tiles * -(-self.items // self.across)
+        return self.tiles * self.parts
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
         if self.geometry.gradient:
             return self.taps_at_once * self.threads * self.config.pairs * 4 * self.words
-        return 0 if self.in_registers else self.geometry.taps * self.lanes * self.config.pairs * 4 * self.words
+        weights = 0 if self.in_registers else self.geometry.taps * self.lanes * self.config.pairs * 4 * self.words
+        return max(weights, self.threads * self.held * 4)
+
+    @property
+    def held(self) -> int:
+        """Words that a thread has of reductions."""
+        return len(reduced(self.problem.epilogue)) * self.columns * self.words
 
     @property
     def products(self) -> int:
@@ -163,7 +172,7 @@ class Shape:
         sums = g.rows.open[1] * c.strip * c.pairs * self.words
         ahead = (c.ahead + 1) * g.rows.steps[0] * strip * pixel
         weights = g.taps * c.pairs * self.words if self.in_registers else 2 * c.pairs * self.words
-        return sums + ahead + g.rows.steps[0] * strip * self.inputs * self.words + weights + BESIDE
+        return sums + ahead + g.rows.steps[0] * strip * self.inputs * self.words + weights + self.held + BESIDE
 
     def reasons(self) -> list[str]:
         """Returns the reasons against these sizes."""
@@ -208,6 +217,13 @@ class Shape:
         return found + reasons.of_counters(counts)
 
 
+def shares_us(problem: Problem, parts: int, device: Device) -> float:
+    """Returns the predicted time of so many shares of each reduction, written and added up."""
+    found = reduced(problem.epilogue)
+    nbytes = 2 * parts * problem.n * problem.accumulator.itemsize * len(found)
+    return SHARES_US + 1e6 * nbytes / device.bytes_per_second if found else 0.0
+
+
 def predict(shape: Shape, device: Device) -> float:
     """Returns the predicted microseconds of a call."""
     p, c, g = shape.problem, shape.config, shape.geometry
@@ -230,8 +246,8 @@ def predict(shape: Shape, device: Device) -> float:
         halo = 1 + (h.open[1] - 1) / c.rows
         rows = h.stride / h.spread * d.window / d.spread * halo
         row = taps * (c.strip * c.pairs + loads) + rows * (strip + 12 + 2 * h.open[1])
-        row += c.strip * (5 + shape.columns * (1 + instructions(p.epilogue)))
-        threads, written, more_us = shape.tiles * shape.lanes * shape.items, 0.0, 0.0
+        row += c.strip * (5 + shape.columns * (1 + instructions(p.epilogue) + len(reduced(p.epilogue))))
+        threads, written, more_us = shape.tiles * shape.lanes * shape.items, 0.0, shares_us(p, shape.parts, device)
     issued = 1e6 * threads * (c.rows * row + 60) / (rate * ISSUED)
     # Of the last of the waves that all SMs take blocks in, each has a part.
     waves = shape.blocks / (device.sms * c.blocks)

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.direct.geometry import places_of
 from cutjax.kernels.direct.resolved import Resolved, accumulator_of
-from cutjax.kernels.direct.text import as_large, epilogue_text, source
+from cutjax.kernels.direct.text import as_large, epilogue_text, reduced, source
 from cutjax.kernels.entry import Entry
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.launch import Pointer
 
 SUM_THREADS, MOST_SLICES = 512, 16
-# Instructions of an epilogue, of which a kernel has a copy for each place of a strip; of all steps. Of several channels
-# at once, beside sums, a call would take a stack.
-MOST_INLINED, MOST_AT_ONCE = 60, 200
+# Instructions of an epilogue, of which a kernel has a copy for each place of a strip, and each step; of all steps. Of
+# several channels at once, beside sums, a call would take a stack: steps share a copy then.
+MOST_INLINED = 60
 _TENSOR = ("mma/atoms.cuh", "mma/math.cuh", "mma/instruction.cuh")
 
 
@@ -46,10 +46,22 @@ def _epilogue(kernel: Resolved) -> tuple[str, bool, bool]:
     if kernel.geometry.gradient:
         return "1", False, False
     toeplitz = kernel.config.toeplitz
-    copies = kernel.geometry.rows.window if toeplitz else 1  # of the code of a step
     at_once = toeplitz and as_large(kernel.problem.epilogue)
-    called = copies * instructions(kernel.problem.epilogue) > (MOST_AT_ONCE if at_once else MOST_INLINED)
-    return "UNIT" if at_once else "2" if toeplitz else "COLUMNS", called, toeplitz
+    if at_once:  # beside what it has of reductions, a thread has registers for few channels at once
+        return str(min(kernel.tensor.unit, 4 if reduced(kernel.problem.epilogue) else 8)), False, True
+    return "2" if toeplitz else "COLUMNS", _instructions(kernel) > MOST_INLINED, toeplitz
+
+
+def _copied_once(kernel: Resolved) -> bool:
+    """True if steps of a kernel by Toeplitz matrices share the code that computes results and copies them to memory."""
+    epilogue = kernel.problem.epilogue
+    return as_large(epilogue) and (bool(reduced(epilogue)) or _instructions(kernel) > MOST_INLINED)
+
+
+def _instructions(kernel: Resolved) -> int:
+    """Returns the instructions of an epilogue in all copies of the code of a step."""
+    copies = kernel.geometry.rows.window if kernel.config.toeplitz else 1
+    return copies * instructions(kernel.problem.epilogue)
 
 
 def _constants(kernel: Resolved) -> dict[str, int]:
@@ -175,6 +187,7 @@ def _of_tensor(kernel: Resolved) -> dict[str, int]:
         "BLOCKS_PER_SM": c.blocks,
         "STAGES": c.ahead,
         "UNIT": shape.unit,
+        "COPIED_ONCE": _copied_once(kernel),
     }
 
 

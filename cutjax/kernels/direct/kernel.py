@@ -19,6 +19,7 @@ from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.entries import entries
 from cutjax.kernels.direct.geometry import geometry_of
 from cutjax.kernels.direct.resolved import Resolved, accumulator_of
+from cutjax.kernels.direct.text import as_large, reduced
 from cutjax.kernels.entry import Entry
 from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.prepared import Prepared
@@ -28,6 +29,7 @@ from cutjax.runtime.architectures import number
 from cutjax.runtime.launch import Call
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+MOST_REDUCED = 5  # rows of windows of which kernels by Toeplitz matrices have registers for sums of 8 channels too
 
 
 @functools.lru_cache(maxsize=1024)
@@ -37,7 +39,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
     if not isinstance(problem.a.view, Im2col):
         return ("no convolution: direct kernels are of each channel by itself",)
-    if problem.a.view.groups == 1 or geometry_of(problem) is None:
+    geometry = geometry_of(problem)
+    if problem.a.view.groups == 1 or geometry is None:
         view = problem.a.view
         of_group = f"{view.channels} channels to {problem.n // max(1, view.groups)} in each of {view.groups} groups"
         return (f"{of_group}: direct kernels are of groups of one channel, or to one",)
@@ -53,8 +56,18 @@ def reasons(problem: Problem) -> tuple[str, ...]:
         found.append(f"{problem.products} products: direct kernels have one")
     staging = plan_staging(problem.epilogue, tma=False)
     found += staging.reasons
-    if staging.reductions:
-        found.append("a reduction in the epilogue of a convolution of each channel by itself")
+    for _, out in staging.reductions:
+        if "row" not in out.axes:
+            found.append("a reduction over channels: blocks of direct kernels have some of them")
+        elif out.dtype != problem.epilogue.accumulator.name:
+            found.append(f"a reduction in {out.dtype}: direct kernels reduce in {problem.epilogue.accumulator}")
+        elif geometry.gradient or geometry.slides:
+            found.append("a reduction of a weight gradient, or of a convolution along one axis")
+    if staging.reductions and as_large(problem.epilogue) and geometry.rows.window > MOST_REDUCED:
+        found.append(
+            f"a reduction beside an operand as large as the result, of windows of {geometry.rows.window} rows, at most "
+            f"{MOST_REDUCED}: registers are short"
+        )
     if emit.places(problem.epilogue):
         found.append("an epilogue that depends on where in a batch its elements lie")
     return (*found, *shared.of_sizes(problem))
@@ -113,8 +126,8 @@ class Kernel(Resolved):
         """Returns the compiled kernels and the plan of their launches."""
         p = self.problem
         written, finish = (), None
-        if self.geometry.gradient:
-            written = (*results.written(p, 1), self.scratch)
+        if self.geometry.gradient or reduced(p.epilogue):
+            written = (*results.written(p, 1, shares=self.parts), *[self.scratch] * self.geometry.gradient)
             finish = functools.partial(results.finish, p.epilogue.outputs)
         return Call(
             tuple(entry.launch(entry.compile().image) for entry in self.entries),

@@ -81,7 +81,7 @@ class Resolved:
 
     @property
     def parts(self) -> int:
-        """Parts of a weight gradient."""
+        """Parts of a weight gradient, or of the reductions of a result."""
         return self.tensor.parts if self.config.toeplitz else self.shape.parts
 
     @property

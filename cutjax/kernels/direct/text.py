@@ -8,7 +8,7 @@ import numpy as np
 
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
-from cutjax.epilogue.expression import Epilogue
+from cutjax.epilogue.expression import Epilogue, Output
 from cutjax.kernels.arguments import Argument
 from cutjax.runtime import sources
 
@@ -49,6 +49,7 @@ def epilogue_text(
 
     Those of operands that rows share are loaded once. Where it is ``called`` the kernel has one copy of it;
     ``by_stages`` results go through shared memory; where an operand is `as_large`, sums do, and with them `planes`.
+    What a thread has of a reduction, ``Partials``, it has of each of its channels.
     """
     fields, initial, first, loads, values, asked = [], [], [], [], [], []
     in_planes = planes(epilogue) if by_stages else []
@@ -70,16 +71,13 @@ def epilogue_text(
             fields.append(f"{vector} x{i};")
             first.append(f"x{i}.load(base{i}{f' + column * {size}ll' * spec.col});")
             values[-1] = f"extras.{values[-1]}"
-    at = "(static_cast<i64>(row) * extras.n + column)"
-    stores, staged, copied, slots = [], [], [], ["0"]
+    staged, copied, slots = [], [], ["0"]
     for i, out in enumerate(epilogue.outputs):
         fields.append(f"char* d{i};")
         initial.append(f"d{i}(d{i})")
-        dtype = f"Dtype::{DTYPES[out.dtype].stored}"
-        stores.append(
-            f"Vector<{dtype}, {count}>::store(extras.d{i} + {at} * {np.dtype(out.dtype).itemsize}, found.y{i});"
-        )
-        slot = f"buffer + {' + '.join(slots)}"
+        if out.reduce:
+            continue
+        dtype, slot = f"Dtype::{DTYPES[out.dtype].stored}", f"buffer + {' + '.join(slots)}"
         staged.append(f"Staged<{dtype}>::stage({slot}, warp, place, found.y{i});")
         size = np.dtype(out.dtype).itemsize
         copied.append(f"Staged<{dtype}>::copy({slot}, extras.d{i} + at * {size}, own);")
@@ -119,40 +117,132 @@ struct Found {{
   }}
   return found;
 }}
-"""
-    finish = f"""DEVICE void finish(const Extras& extras, const Done done, int row, int column) {{
-  const Found found = results_of(extras, done, row, column);{lines(stores)}
-}}
-"""
+constexpr int HELD = {held(epilogue) if by_stages else count};  // channels that a thread has of each reduction
+{_partials(epilogue, count)}"""
     if not by_stages:
-        return text + finish
-    if as_large(epilogue):
-        beside = "done.beside = planes + v * 2;" if in_planes else ""
-        return f"""{text}{finish}constexpr int STAGED_WORDS = Staged<Dtype::f32>::WORDS;
-DEVICE void stage_results(const Extras&, const Acc (&sums)[2], int, int, u32* buffer, int warp, int place) {{
-  Staged<Dtype::f32>::stage(buffer, warp, place, sums);
-}}
-DEVICE void copy_results(Extras& extras, const u32* buffer, const Own& own, int row, u32 planes) {{
-#pragma unroll
-  for (int v = 0; v < 8; v += UNIT) {{
-    if (UNIT < 8 && v >= own.channels) break;
-    extras.begin(own.channel + v);  // again for each row: registers are short
-    Done done;
-    Staged<Dtype::f32>::take(buffer, own, v, done.acc);
-    {beside}
-    finish(extras, done, row, own.channel + v);
-  }}
+        return f"""{text}
+DEVICE void finish(const Extras& extras, Partials& partials, const Done done, int row, int column) {{
+  const Found found = results_of(extras, done, row, column);{lines(_stores(epilogue, count))}
+  partials.add(found, 0);
 }}
 """
+    if as_large(epilogue):
+        return text + _of_sums(epilogue, count)
     return f"""{text}constexpr int STAGED_WORDS = {" + ".join(slots)};
-DEVICE void stage_results(const Extras& extras, const Acc (&sums)[2], int row, int column, u32* buffer, int warp,
-                          int place) {{
+DEVICE void stage_results(const Extras& extras, Partials& partials, const Acc (&sums)[2], int row, int column,
+                          u32* buffer, int warp, int place, bool there) {{
   const Found found = results_of(extras, Done{{{{sums[0], sums[1]}}}}, row, column);{lines(staged)}
+  if (there) partials.add(found, 0);
 }}
-DEVICE void copy_results(const Extras& extras, const u32* buffer, const Own& own, int row, u32) {{
+DEVICE void copy_results(const Extras& extras, Partials&, const u32* buffer, const Own& own, int row, u32) {{
   i64 at = static_cast<i64>(row) * extras.n + own.channel;{lines(copied)}
 }}
 """
+
+
+def _stores(epilogue: Epilogue, count: str) -> list[str]:
+    """The statements that store so many neighbours."""
+    found, at = [], "(static_cast<i64>(row) * extras.n + column)"
+    for i, out in enumerate(epilogue.outputs):
+        vector, size = f"Vector<Dtype::{DTYPES[out.dtype].stored}, {count}>", np.dtype(out.dtype).itemsize
+        found += [f"{vector}::store(extras.d{i} + {at} * {size}, found.y{i});"] * (not out.reduce)
+    return found
+
+
+def _of_sums(epilogue: Epilogue, count: str) -> str:
+    """The functions that stage sums, and compute results of ``count`` of them at once and store UNIT."""
+    results = [(i, DTYPES[out.dtype].carrier) for i, out in enumerate(epilogue.outputs) if not out.reduce]
+    whole = " ".join(f"{carrier} y{i}[UNIT];" for i, carrier in results)
+    taken = " ".join(f"found.y{i}[u + i] = part.y{i}[i];" for i, _ in results)
+    stores = "".join(f"\n    {store}" for store in _stores(epilogue, "UNIT"))
+    beside = "\n      done.beside = planes + (v + u) * 2;" * bool(planes(epilogue))
+    return f"""struct Whole {{
+  {whole}
+}};
+constexpr int STAGED_WORDS = Staged<Dtype::f32>::WORDS;
+DEVICE void stage_results(const Extras&, Partials&, const Acc (&sums)[2], int, int, u32* buffer, int warp, int place,
+                          bool) {{
+  Staged<Dtype::f32>::stage(buffer, warp, place, sums);
+}}
+DEVICE void copy_results(Extras& extras, Partials& partials, const u32* buffer, const Own& own, int row, u32 planes) {{
+#pragma unroll
+  for (int v = 0; v < 8; v += UNIT) {{
+    if (UNIT < 8 && v >= own.channels) break;
+    int column = own.channel + v;
+    Whole found;
+#pragma unroll
+    for (int u = 0; u < UNIT; u += {count}) {{
+      extras.begin(column + u);  // again for each row: registers are short
+      Done done;
+      Staged<Dtype::f32>::take(buffer, own, v + u, done.acc);{beside}
+      const Found part = results_of(extras, done, row, column + u);
+      partials.add(part, v + u);
+#pragma unroll
+      for (int i = 0; i < {count}; ++i) {{ {taken} }}
+    }}{stores}
+  }}
+}}
+"""
+
+
+def _partials(epilogue: Epilogue, count: str) -> str:
+    """The struct of what a thread has of each reduction, and of how a block stores its share of it."""
+    reductions = reduced(epilogue)
+    fields, begin, added, kept, shares = [], [], [], [], []
+    for k, (i, out) in enumerate(reductions):
+        identity, both = emit.reduction(out)
+        fields.append(f"\n  Acc r{i}[HELD];")
+        begin.append(f"r{i}[v] = {identity};")
+        added.append(f"r{i}[v + i] = {both.format(f'r{i}[v + i]', f'found.y{i}[i]')};")
+        kept.append(f"to[{k} * THREADS * HELD + v] = r{i}[v];")
+        shares.append(f"""if (j / ACROSS == {k}) {{
+#pragma unroll 8
+      for (int other = 1; other < THREADS / OF_LANES; ++other) {{
+        const Acc more = from[other * ACROSS];
+        all = {both.format("all", "more")};
+      }}
+      reinterpret_cast<Acc*>(extras.d{i})[static_cast<i64>(part) * extras.n + first + j % ACROSS] = all;
+    }}""")
+
+    def each(statements: list[str], index: str = "v", end: str = "HELD") -> str:
+        body = "".join(f"\n      {statement}" for statement in statements)
+        return f"\n#pragma unroll\n    for (int {index} = 0; {index} < {end}; ++{index}) {{{body}\n    }}" * bool(body)
+
+    stored = f"""
+    constexpr int ACROSS = OF_LANES * HELD;
+    __syncthreads();
+    Acc* to = shared + (item * OF_LANES + lane) * HELD;{each(kept)}
+    __syncthreads();
+    for (int j = threadIdx.x; j < {len(reductions)} * ACROSS; j += THREADS) {{
+      if (first + j % ACROSS >= extras.n) continue;
+      const Acc* from = shared + j / ACROSS * THREADS * HELD + j % ACROSS;
+      Acc all = from[0];
+      {" else ".join(shares)}
+    }}""" * bool(shares)
+    return f"""struct Partials {{{"".join(fields)}
+
+  DEVICE Partials() {{{each(begin)}
+  }}
+  // What is found of a thread's channels from `v` on.
+  DEVICE void add(const Found& found, int v) {{{each(added, "i", count)}
+  }}
+  // The block's share, of OF_LANES * HELD channels from the `first` on: threads with the same ones have one `lane`, and
+  // are added up in the order of their `item`.
+  template <int OF_LANES>
+  DEVICE void store(const Extras& extras, Acc* shared, int lane, int item, int first, int part) const {{{stored}
+  }}
+}};
+"""
+
+
+def reduced(epilogue: Epilogue) -> list[tuple[int, Output]]:
+    """Returns the results that are reductions, with their places among all."""
+    return [(i, out) for i, out in enumerate(epilogue.outputs) if out.reduce]
+
+
+def held(epilogue: Epilogue) -> int:
+    """Returns the channels that a thread of a kernel by Toeplitz matrices has of a reduction."""
+    return 8 if as_large(epilogue) else 2
 
 
 def as_large(epilogue: Epilogue) -> bool:

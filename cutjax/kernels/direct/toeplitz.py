@@ -10,8 +10,9 @@ import numpy as np
 from cutjax.kernels import reasons
 from cutjax.kernels.device import Device
 from cutjax.kernels.direct.config import Config
+from cutjax.kernels.direct.cost import shares_us
 from cutjax.kernels.direct.geometry import Geometry
-from cutjax.kernels.direct.text import as_large, planes
+from cutjax.kernels.direct.text import as_large, held, planes, reduced
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.architectures import number
@@ -29,6 +30,7 @@ LAUNCH_US, SUM_US = 4.4, 4.1
 WARP_CLOCKS, GRADIENT_CLOCKS, ROW_CLOCKS, PROLOGUE_CLOCKS = 72, 59, 270, 4200
 MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
 ELEMENTWISE_CLOCKS = 6  # of an instruction of an epilogue, a guess
+REDUCTION_CLOCKS = 16  # of a reduction, a guess: twice its additions, since registers are short
 OF_EIGHT = 1.05  # blocks of 8 warps read 32 bytes in a row, those of 16 warps 64
 MOVED, OVERLAPPED = 0.81, 0.39  # shares: of a copy's rate; of bytes' or clocks' time, the shorter one, that is added
 
@@ -135,11 +137,16 @@ class Shape:
             return 4 * self.lanes * max(self.config.ahead * STEP * sum(pitches), 2 * FRAGMENT * 9)
         of_result = STRIP * FRAGMENT + (2 if self.lanes > 8 else 4)
         epilogue = self.problem.epilogue
-        words = sum(np.dtype(out.dtype).itemsize // 2 for out in epilogue.outputs)
+        words = sum(np.dtype(out.dtype).itemsize // 2 for out in epilogue.outputs if not out.reduce)
         words = 2 if as_large(epilogue) else words  # sums, not results
         planes_bytes = 16 * self.threads * len(planes(epilogue))
         ahead = self.config.ahead * (4 * self.lanes * pitches[0] + planes_bytes)
-        return STEP * (ahead + 8 * self.lanes * of_result * words)
+        return max(STEP * (ahead + 8 * self.lanes * of_result * words), self.threads * self.held * 4)
+
+    @property
+    def held(self) -> int:
+        """Words that a thread has of reductions."""
+        return len(reduced(self.problem.epilogue)) * held(self.problem.epilogue)
 
     @property
     def most_bytes(self) -> int:
@@ -151,7 +158,7 @@ class Shape:
     def registers(self) -> int:
         """Registers of a thread, about."""
         older = 8 * (number(self.problem.arch) < 90)
-        return 12 * self.geometry.rows.window + BESIDE + older
+        return 12 * self.geometry.rows.window + self.held + BESIDE + older
 
     def reasons(self) -> list[str]:
         """Returns the reasons against these sizes."""
@@ -197,7 +204,8 @@ def predict(shape: Shape, device: Device) -> float:
         return math.inf
     clock = rate / device.sms / 256  # of an SM
     multiply = 2 * g.rows.window * MMA_CLOCKS
-    row = multiply + WARP_CLOCKS + GRADIENT_CLOCKS * g.gradient + ELEMENTWISE_CLOCKS * instructions(p.epilogue)
+    row = multiply + WARP_CLOCKS + GRADIENT_CLOCKS * g.gradient
+    row += ELEMENTWISE_CLOCKS * instructions(p.epilogue) + REDUCTION_CLOCKS * len(reduced(p.epilogue))
     row *= shape.lanes / 4 * (OF_EIGHT if c.lanes == 8 else 1.0)
     # Blocks of an SM share it; one alone waits for each row in turn. Behind the first wave SMs take blocks as they end
     # others, and the last SM has half of a block more than the mean.
@@ -212,4 +220,5 @@ def predict(shape: Shape, device: Device) -> float:
     busy = 1e6 * (max(1.0, of_sm / c.blocks) * PROLOGUE_CLOCKS + rows) / clock
     written = 8 * shape.parts * g.taps * g.pairs if g.gradient else 0
     memory = 1e6 * (p.bytes + written) / (MOVED * device.bytes_per_second)
-    return LAUNCH_US + SUM_US * g.gradient + max(busy, memory) + OVERLAPPED * min(busy, memory)
+    more_us = SUM_US * g.gradient + shares_us(p, shape.parts, device)
+    return LAUNCH_US + more_us + max(busy, memory) + OVERLAPPED * min(busy, memory)

@@ -55,90 +55,95 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     }
     __syncthreads();
   }
-  int index = blockIdx.x / tiles * (THREADS / LANES) + threadIdx.x / LANES;
-  if (pair >= pairs || index >= of.items) return;
-  const Item item(index, of);
-  if (item.rows <= 0) return;
+  int part = blockIdx.x / tiles, at_item = threadIdx.x / LANES, index = part * (THREADS / LANES) + at_item;
   Extras extras(of.items, columns EXTRAS_ARGUMENTS);
-  extras.begin(first_column(pair));
-  x += static_cast<i64>(first_input(pair)) * SIZE<OPERAND>;
-  const Inside inside = item.inside(0, of);
-  const int left = item.left(0, of), first_place = item.column(0);
+  Partials partials;
+  auto walk = [&] {
+    if (pair >= pairs || index >= of.items) return;
+    const Item item(index, of);
+    if (item.rows <= 0) return;
+    extras.begin(first_column(pair));
+    x += static_cast<i64>(first_input(pair)) * SIZE<OPERAND>;
+    const Inside inside = item.inside(0, of);
+    const int left = item.left(0, of), first_place = item.column(0);
 
-  const char* plane = item.plane_of(x, 0, of);
-  auto load = [&](Strip(&rows)[IMAGE_ROWS], int q, int d) {
-    if (WINDOW_D > 1) plane = item.plane_of(x, d, of);
+    const char* plane = item.plane_of(x, 0, of);
+    auto load = [&](Strip(&rows)[IMAGE_ROWS], int q, int d) {
+      if (WINDOW_D > 1) plane = item.plane_of(x, d, of);
 #pragma unroll
-    for (int s = 0; s < IMAGE_ROWS; ++s) item.load(rows[s], plane, IMAGE_ROWS * q + s, left, inside, of);
-  };
+      for (int s = 0; s < IMAGE_ROWS; ++s) item.load(rows[s], plane, IMAGE_ROWS * q + s, left, inside, of);
+    };
 
-  Acc sums[ROWS_OPEN][STRIP][PAIRS] = {};
-  int end = item.first_row + item.rows;
-  // From the first step that has the first row open to the one that ends the last.
-  int q = floor_div(item.first_row - FIRST_OPEN - ROWS_OPEN + RESULT_ROWS, RESULT_ROWS), d = 0;
-  int last = floor_div(end - 1 - FIRST_OPEN, RESULT_ROWS);
-  Strip ahead[UNROLL][IMAGE_ROWS];
+    Acc sums[ROWS_OPEN][STRIP][PAIRS] = {};
+    int end = item.first_row + item.rows;
+    // From the first step that has the first row open to the one that ends the last.
+    int q = floor_div(item.first_row - FIRST_OPEN - ROWS_OPEN + RESULT_ROWS, RESULT_ROWS), d = 0;
+    int last = floor_div(end - 1 - FIRST_OPEN, RESULT_ROWS);
+    Strip ahead[UNROLL][IMAGE_ROWS];
 #pragma unroll
-  for (int i = 0; i < UNROLL; ++i) load(ahead[i], q + i, 0);
+    for (int i = 0; i < UNROLL; ++i) load(ahead[i], q + i, 0);
 #pragma unroll 1
-  while (q <= last) {
-    bool of_step_last = d == WINDOW_D - 1;
-    int after_q = of_step_last ? q + UNROLL : q, after_d = of_step_last ? 0 : d + 1;
+    while (q <= last) {
+      bool of_step_last = d == WINDOW_D - 1;
+      int after_q = of_step_last ? q + UNROLL : q, after_d = of_step_last ? 0 : d + 1;
 #pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      int first = RESULT_ROWS * (q + i) + FIRST_OPEN;
-      Acc pixel[IMAGE_ROWS][COUNT][INPUTS];
-      bool there[IMAGE_ROWS];
+      for (int i = 0; i < UNROLL; ++i) {
+        int first = RESULT_ROWS * (q + i) + FIRST_OPEN;
+        Acc pixel[IMAGE_ROWS][COUNT][INPUTS];
+        bool there[IMAGE_ROWS];
 #pragma unroll
-      for (int j = 0; j < IMAGE_ROWS * COUNT * INPUTS; ++j) {
-        int v = j / INPUTS % COUNT, s = j / INPUTS / COUNT;
-        there[s] = ahead[i][s].there;
-        if (!is_read(v)) continue;
-        pixel[s][v][j % INPUTS] = static_cast<Acc>(ahead[i][s].pixel[v][j % INPUTS]);
-        keep(pixel[s][v][j % INPUTS]);
-      }
-      if (after_q + i <= last) load(ahead[i], after_q + i, after_d);
-#pragma unroll
-      for (int a = 0; a < ROWS_OPEN; ++a) {
-        if (first + a < item.first_row || first + a >= end) continue;
-        if (WINDOW_D == 1 || d == 0) {
-#pragma unroll
-          for (int j = 0; j < STRIP * PAIRS; ++j)
-            sums[a][j / PAIRS][j % PAIRS] =
-                a + RESULT_ROWS < ROWS_OPEN ? sums[a + RESULT_ROWS][j / PAIRS][j % PAIRS] : Acc{};
+        for (int j = 0; j < IMAGE_ROWS * COUNT * INPUTS; ++j) {
+          int v = j / INPUTS % COUNT, s = j / INPUTS / COUNT;
+          there[s] = ahead[i][s].there;
+          if (!is_read(v)) continue;
+          pixel[s][v][j % INPUTS] = static_cast<Acc>(ahead[i][s].pixel[v][j % INPUTS]);
+          keep(pixel[s][v][j % INPUTS]);
         }
+        if (after_q + i <= last) load(ahead[i], after_q + i, after_d);
 #pragma unroll
-        for (int s = 0; s < IMAGE_ROWS; ++s) {
-          if (tap_of(s, a) < 0 || !there[s]) continue;
+        for (int a = 0; a < ROWS_OPEN; ++a) {
+          if (first + a < item.first_row || first + a >= end) continue;
+          if (WINDOW_D == 1 || d == 0) {
 #pragma unroll
-          for (int k = 0; k < WINDOW_W; ++k) {
-            int at = tap_of(s, a) * WINDOW_W + k;
-            const Tap tap = IN_REGISTERS ? own[at] : shared_taps[(d * WINDOW_H * WINDOW_W + at) * LANES + lane];
+            for (int j = 0; j < STRIP * PAIRS; ++j)
+              sums[a][j / PAIRS][j % PAIRS] =
+                  a + RESULT_ROWS < ROWS_OPEN ? sums[a + RESULT_ROWS][j / PAIRS][j % PAIRS] : Acc{};
+          }
 #pragma unroll
-            for (int t = 0; t < STRIP; ++t) {
-              if (pixel_of(t, k) < 0) continue;
+          for (int s = 0; s < IMAGE_ROWS; ++s) {
+            if (tap_of(s, a) < 0 || !there[s]) continue;
 #pragma unroll
-              for (int p = 0; p < PAIRS; ++p) sums[a][t][p] += pixel[s][pixel_of(t, k)][input_of(p)] * tap.weight[p];
+            for (int k = 0; k < WINDOW_W; ++k) {
+              int at = tap_of(s, a) * WINDOW_W + k;
+              const Tap tap = IN_REGISTERS ? own[at] : shared_taps[(d * WINDOW_H * WINDOW_W + at) * LANES + lane];
+#pragma unroll
+              for (int t = 0; t < STRIP; ++t) {
+                if (pixel_of(t, k) < 0) continue;
+#pragma unroll
+                for (int p = 0; p < PAIRS; ++p) sums[a][t][p] += pixel[s][pixel_of(t, k)][input_of(p)] * tap.weight[p];
+              }
             }
           }
-        }
-        if (a >= RESULT_ROWS || !of_step_last) continue;
-        int row = item.row_remainder + EVERY_H * (first + a);
-        int place = ((item.image * of.grid_d + item.plane) * of.grid_h + row) * of.grid_w;
+          if (a >= RESULT_ROWS || !of_step_last) continue;
+          int row = item.row_remainder + EVERY_H * (first + a);
+          int place = ((item.image * of.grid_d + item.plane) * of.grid_h + row) * of.grid_w;
 #pragma unroll
-        for (int t = 0; t < STRIP; ++t) {
-          int column = first_place + EVERY_W * t;
-          if (column >= of.grid_w) continue;
-          Done done;
+          for (int t = 0; t < STRIP; ++t) {
+            int column = first_place + EVERY_W * t;
+            if (column >= of.grid_w) continue;
+            Done done;
 #pragma unroll
-          for (int p = 0; p < PAIRS; ++p) {
-            bool one_of_several = p > 0 && column_of(p - 1) == column_of(p);
-            done.acc[column_of(p)] = one_of_several ? done.acc[column_of(p)] + sums[a][t][p] : sums[a][t][p];
+            for (int p = 0; p < PAIRS; ++p) {
+              bool one_of_several = p > 0 && column_of(p - 1) == column_of(p);
+              done.acc[column_of(p)] = one_of_several ? done.acc[column_of(p)] + sums[a][t][p] : sums[a][t][p];
+            }
+            finish(extras, partials, done, place + column, first_column(pair));
           }
-          finish(extras, done, place + column, first_column(pair));
         }
       }
+      q = after_q, d = after_d;
     }
-    q = after_q, d = after_d;
-  }
+  };
+  walk();
+  partials.store<LANES>(extras, reinterpret_cast<Acc*>(shared_memory), lane, at_item, first_column(first_pair), part);
 }

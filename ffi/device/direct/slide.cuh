@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   }
   Extras extras(of.items, ACROSS EXTRAS_ARGUMENTS);
   extras.begin(pair);
+  Partials none;
   int image = item / of.chunks, t = item % of.chunks * of.rows, end = min(t + of.rows, of.grid_h);
   int next = t + of.first_h, place = image * of.grid_h + t;  // the image's row that is loaded next; of the result
   i64 at = (static_cast<i64>(image) * of.image_h + next) * PITCH + pair * SIZE<OPERAND>;
@@ -63,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       for (int k = 0; k + 1 < HALO; ++k) before[k][p] = before[k + 1][p];
       before[KEPT - 1][p] = now[p];
     }
-    finish(extras, done, place + u, pair);
+    finish(extras, none, done, place + u, pair);
   };
 #pragma unroll 1
   while (t < end) {

@@ -88,6 +88,15 @@ DEVICE bool in_turn(Step& step) {
   }
 }
 
+// One of them, told which.
+template <int I = 0, typename Step>
+DEVICE bool in_phase(int phase, Step& step) {
+  if constexpr (I + 1 < WINDOW_H) {
+    if (phase != I) return in_phase<I + 1>(phase, step);
+  }
+  return step(Phase<I>{});
+}
+
 // Shared memory of so many bytes, a multiple of 16, as zeros.
 DEVICE void clear(u32 base, int bytes) {
   for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) st_shared_v4(base + i, 0, 0, 0, 0);

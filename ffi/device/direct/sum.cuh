@@ -23,5 +23,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(PARAMETERS) {
   int column = pair / CHANNELS;
   extras.begin(column);
   const Done done{{sum}};
-  finish(extras, done, tap * CHANNELS + pair % CHANNELS, column);
+  Partials none;
+  finish(extras, none, done, tap * CHANNELS + pair % CHANNELS, column);
 }

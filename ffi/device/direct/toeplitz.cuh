@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   int row_of_load = first, left = work.rounds * steps, behind = images.low_h - (WINDOW_H - 1);
   Extras extras(of.images * grid_h * grid_w, images.channels EXTRAS_ARGUMENTS);
   Own own(work, of, grid_w, images.channels);
+  Partials partials;
   // Of the rows of the result that a step ends, from one on, those that there are, with their planes in a stage.
   auto each_ended = [&](int ended, int& image, u32 stage, auto each) {
 #pragma unroll
@@ -89,15 +90,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
   auto copy = [&] {
     each_ended(ended, own.image, from, [&](int r, int pixel, u32 planes) {
-      copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own, pixel, planes);
+      copy_results(extras, partials, staged + (STEP - buffer + r) * STAGED_WORDS, own, pixel, planes);
     });
   };
-  auto step = [&](auto phase) {
+  auto begin = [&] {
     cp_async_wait_group<STAGES - 2>();
     __syncthreads();
     copy();
     load(to, left >= STAGES);
     ended = row + behind;
+  };
+  auto step = [&](auto phase) {
+    if (!COPIED_ONCE) begin();
 #pragma unroll
     for (int r = 0; r < STEP; ++r) {
       float (&newest)[2][4] = sums[(phase.row + r + WINDOW_H - 1) % WINDOW_H];
@@ -123,11 +127,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           int strip = quad + j / 2 * 8, column = strip % STRIPS * 8 + 2 * part + j % 2;
-          int pixel = ((group * SUBS + strip / STRIPS) * grid_h + ended + r) * grid_w + work.column + column;
+          int image = group * SUBS + strip / STRIPS;
+          int pixel = (image * grid_h + ended + r) * grid_w + work.column + column;
+          bool there = strip < TAKEN && image < of.images && work.column + column < grid_w;
           if (channel >= images.channels) continue;
           const Acc two[2] = {sum[0][j], sum[1][j]};
           u32* of_row = staged + (buffer + r) * STAGED_WORDS;
-          stage_results(extras, two, min(pixel, extras.m - 1), channel, of_row, warp, 8 * strip + column % 8);
+          int place = 8 * strip + column % 8;
+          stage_results(extras, partials, two, min(pixel, extras.m - 1), channel, of_row, warp, place, there);
         }
       }
     }
@@ -140,11 +147,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   for (; left > 0; row = first, group += work.by) {
 #pragma unroll
     for (int j = 0; j < 8 * WINDOW_H; ++j) sums[j / 8][j / 4 % 2][j % 4] = 0;
+    if constexpr (COPIED_ONCE) {
+      bool more = true;
 #pragma unroll 1
-    while (in_turn(step)) {
+      for (int phase = 0; more; phase = phase + 1 < WINDOW_H ? phase + 1 : 0) {
+        begin();
+        more = in_phase(phase, step);
+      }
+    } else {
+#pragma unroll 1
+      while (in_turn(step)) {
+      }
     }
   }
   if (PLANES > 0) cp_async_wait_group<0>();
   __syncthreads();
   copy();
+  Acc* shared = reinterpret_cast<Acc*>(shared_memory);
+  if (AS_LARGE) {
+    partials.store<WARPS / 4>(extras, shared, own.pair / 4, own.place, work.channel, work.part);
+  } else {
+    partials.store<WARPS>(extras, shared, warp, lane, work.channel, work.part);
+  }
 }
