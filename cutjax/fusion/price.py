@@ -21,6 +21,7 @@ from cutjax.kernels import choose, tuned, xla
 from cutjax.kernels.device import Device, device_of
 from cutjax.kernels.families import fastest
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.staging import instructions
 from cutjax.kernels.xla_tails import library_has
 from cutjax.ops.dot_general import LEAD
 from cutjax.primitives.convolution import Convolution
@@ -34,6 +35,9 @@ _PASS_US = 1.0  # of a launch of XLA's
 # reach (0.55 to 0.9; the less the more they compute), and XLA's own products over their predicted time, which is low on
 # purpose: a kernel alone must beat the fastest that XLA may be.
 _PASS_BANDWIDTH = 0.7
+# Of those that add up rows and compute much: SiLU's derivative, with a batch norm's sums, of 256 x 112 x 112 x 96 took
+# 867 us, twice what a copy of as many bytes takes.
+_REDUCING_BANDWIDTH, _MUCH = 0.5, 20  # instructions
 EXPECTED = 1.09
 
 
@@ -185,7 +189,9 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> P
     choice = _choice(eqn)
     problem, epilogue = choice.problem, eqn.params["epilogue"].primal
     read = sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
-    passes_us = pass_us(moved + read, problem.device) + passes * _PASS_US
+    reduces = any("row" in out.axes for out in epilogue.outputs) and instructions(epilogue) >= _MUCH
+    share = _REDUCING_BANDWIDTH if reduces else _PASS_BANDWIDTH
+    passes_us = pass_us(moved + read, problem.device, share) + passes * _PASS_US
     plain_us = problem.products * plain.plain_us + passes_us
     xla_us = None
     if plain.xla_us is not None:
@@ -221,6 +227,6 @@ def of_several(alone: Sequence[Price], eqn: Any) -> Price:
     return Price(runs, xla_us, plain_us, fused_us, merged=alone[0].merged)
 
 
-def pass_us(nbytes: int, device: Device) -> float:
-    """Returns the time in which a pass of XLA's moves so many bytes."""
-    return 1e6 * nbytes / (device.bytes_per_second * _PASS_BANDWIDTH)
+def pass_us(nbytes: int, device: Device, share: float = _PASS_BANDWIDTH) -> float:
+    """Returns the time in which a pass of XLA's moves so many bytes, told its share of a copy's bandwidth."""
+    return 1e6 * nbytes / (device.bytes_per_second * share)
