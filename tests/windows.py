@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from cutjax.epilogue.trace import trace
 from cutjax.kernels import convolution
 from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.problem import Problem
@@ -153,3 +157,20 @@ def product(problem: Problem, x: Any, b: Any) -> np.ndarray:
         return weight_gradient(x, b, of, problem.n)
     taps = given.view if isinstance(given.view, Taps) else None
     return forward(x, b, of, problem.n, taps, given.contiguous)
+
+
+def with_sums(problem: Problem, large: bool) -> tuple[Problem, list[np.ndarray], Callable[..., Any]]:
+    """The problem with sums of each column and of all in its epilogue, its operands, and the epilogue as a function.
+
+    Of small integers. Where operands are ``large`` one is as large as the result, and another has a row.
+    """
+    rng, shape = np.random.default_rng(3), (problem.m, problem.n)
+    operands = [rng.integers(-2, 3, shape).astype(jnp.bfloat16), rng.integers(1, 3, (1, problem.n)).astype(np.float32)]
+    operands = operands if large else []
+
+    def function(acc: Any, *given: Any) -> Any:
+        y = (acc + given[0].astype(acc.dtype)) * given[1] if given else acc
+        return y, jnp.sum(y, 0), jnp.sum(acc * acc), jnp.max(y, 0)
+
+    acc = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return problem.fused(trace(function, [acc], list(map(jnp.asarray, operands))).epilogue), operands, function

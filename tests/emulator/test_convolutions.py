@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import launches
 import numpy as np
@@ -11,7 +10,6 @@ import windows
 from windows import view
 
 from cutjax import Config, DirectConfig, HaloConfig
-from cutjax.epilogue.trace import trace
 from cutjax.kernels import families
 from cutjax.kernels.direct import family as direct
 from cutjax.kernels.mma import family as mma
@@ -83,14 +81,7 @@ def test_sums_beside_depthwise_results_are_exact(name, large):
     of, n, kind, config = SUMS[name]
     rng, problem = np.random.default_rng(0), windows.asked(of, n, kind, dtype=H, out_dtype=F32)
     arrays = [rng.integers(-2, 3, shape).astype(H) for shape in windows.shapes(problem)]
-    given = [rng.integers(-2, 3, (problem.m, n)).astype(H), rng.integers(1, 3, (1, n)).astype(F32)][: 2 * large]
-
-    def function(acc, *given):
-        y = (acc + given[0].astype(acc.dtype)) * given[1] if given else acc
-        return y, jnp.sum(y, 0), jnp.sum(acc * acc), jnp.max(y, 0)
-
-    acc = jax.ShapeDtypeStruct((problem.m, n), F32)
-    problem = problem.fused(trace(function, [acc], list(map(jnp.asarray, given))).epilogue)
+    problem, given, function = windows.with_sums(problem, large)
     kernel = direct.resolve(problem, config)
     assert not isinstance(kernel, tuple), kernel
     with device.emulated():

@@ -25,6 +25,7 @@ VIEWS = {
     "7x7": forward_view(3, (30, 29), (7, 7), 96),
     "7x7 small": forward_view(9, (7, 7), (7, 7), 768),
     "3x3": forward_view(2, (57, 41), (3, 3), 32),
+    "5x5": forward_view(5, (14, 15), (5, 5), 48),
     "5x5 /2": forward_view(3, (33, 34), (5, 5), 144, strides=(2, 2)),
     "3x3 /2 spread": forward_view(3, (17, 18), (3, 3), 72, low=(1, 1), high=(2, 2), spread=(2, 2)),
     "3x3 dilated": forward_view(2, (40, 33), (3, 3), 64, dilation=(6, 4)),
@@ -100,6 +101,25 @@ def test_bias_and_silu(name):
         got = np.asarray(launches.run(problem, one.call(), [x, w, bias])[0], np.float64)
         assert np.abs(got - expected).max() <= 2**-8 * np.abs(expected).max(), one.name
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("name", ["3x3", "5x5", "5x5 /2", "3x3 /2 spread", "2 of each"])
+def test_sums_beside_results(name, large):
+    """Small integers, and normal numbers twice, bit for bit."""
+    view = VIEWS[name]
+    n, rng = columns(name, view), np.random.default_rng(4)
+    plain = convolution.forward(view, n, out_dtype=F32)
+    problem, given, function = windows.with_sums(plain, large)
+    x, w = (rng.integers(-2, 3, shape).astype(H) for shape in windows.shapes(problem))
+    expected = function(windows.product(problem, x, w), *(each.astype(F32) for each in given))
+    for one in kernels(problem):
+        got = launches.run(problem, one.call(), [x, w, *given])
+        assert not launches.wrong([each.ravel() for each in got], [np.ravel(each) for each in expected]), one.name
+    x, w = (rng.standard_normal(each.shape, np.float32).astype(H) for each in (x, w))
+    call = kernels(problem)[0].call()
+    first, second = (launches.run(problem, call, [x, w, *given]) for _ in range(2))
+    assert not launches.wrong(first, second)
 
 
 @pytest.mark.parametrize("sizes", [(2, 513, 1280, 4), (3, 100, 37, 3), (1, 9, 64, 2), (2, 40, 24, 7)])

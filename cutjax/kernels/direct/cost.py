@@ -172,7 +172,8 @@ class Shape:
         sums = g.rows.open[1] * c.strip * c.pairs * self.words
         ahead = (c.ahead + 1) * g.rows.steps[0] * strip * pixel
         weights = g.taps * c.pairs * self.words if self.in_registers else 2 * c.pairs * self.words
-        return sums + ahead + g.rows.steps[0] * strip * self.inputs * self.words + weights + self.held + BESIDE
+        held = self.held + 6 * bool(self.held)  # and where a block's share goes
+        return sums + ahead + g.rows.steps[0] * strip * self.inputs * self.words + weights + held + BESIDE
 
     def reasons(self) -> list[str]:
         """Returns the reasons against these sizes."""
