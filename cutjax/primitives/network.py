@@ -33,10 +33,12 @@ from cutjax.kernels.network.program import Affine, Map, Outer, Program
 from cutjax.primitives import product as products
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
+from cutjax.runtime.architectures import number
 from cutjax.runtime.choice import Choice
 
-# Under "auto" (benchmarks/results/experiments/networks-h200.json): the widest layers by dtype, and the fewest rows.
-WIDEST = {"bfloat16": 64}
+# Under "auto" (benchmarks/results/experiments/networks-h200.json): the widest layers by dtype, those up to which all
+# derivatives were faster, and the fewest rows.
+WIDEST, ALWAYS = {"bfloat16": 128}, 64
 LEAST_ROWS = 1 << 14
 UNROLLED = 4  # tangents, or cotangents, of the same rows that one kernel propagates side by side; of more, rows repeat
 
@@ -63,20 +65,28 @@ def bind(
     named = tuple(np.dtype(x).name for x in dtypes)
     params: dict[str, Any] = {"dtypes": named, "dtype": dtype, "precision": precision, "backend": backend}
     # Of what vmap maps over explicit mesh axes, products alone say how it lies.
-    by_kernels = backend == "cuda" or (backend == "auto" and _wins(program, given, dtype))
+    by_kernels = backend == "cuda" or (backend == "auto" and _wins(*given, program=program, **params))
     if not by_kernels or any_divided(*given):
         return _reference(*given, program=program, **params)
     return network_p.bind(*given, program=program, **params, mark=mark_of(backend))
 
 
-def _wins(program: Program, arrays: Sequence[jax.Array], dtype: np.dtype) -> bool:
-    """True if kernels were measured to be faster than products, for such a network and its derivatives alike.
+def _wins(*arrays: jax.Array, program: Program, dtype: np.dtype, **params: Any) -> bool:
+    """True if kernels were measured to be faster than products.
 
-    Products keep what their derivatives read, kernels compute it again: so one answer holds for all of a network's.
+    Of layers wider than `ALWAYS` some kernels add up weights' gradients in memory, which took longer than plain JAX: a
+    derivative that would have such a kernel is computed by products, from the layers that they compute again.
     """
     widest = max(x for kind in program.kinds for x in kind.sizes)
     rows = next(math.prod(x.shape[:2]) for x, kind in zip(arrays, program.inputs, strict=True) if kind.name == "rows")
-    return lowering.on_cuda() and widest <= WIDEST.get(dtype.name, 0) and rows >= LEAST_ROWS
+    if not lowering.on_cuda() or widest > WIDEST.get(dtype.name, 0) or rows < LEAST_ROWS:
+        return False
+    if widest <= ALWAYS:
+        return True
+    choice = _choose(*arrays, program=program, dtype=dtype, target=lowering.target(), **params)
+    if choice.resolved is None or number(choice.problem.arch) != 90:
+        return False
+    return choice.resolved.config.wgmma or not program.sums
 
 
 def _abstract(*avals: Any, program: Program, dtypes: tuple[str, ...], **_: Any) -> list[Any]:

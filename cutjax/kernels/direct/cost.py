@@ -10,7 +10,7 @@ from cutjax.kernels import reasons
 from cutjax.kernels.device import Device
 from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.geometry import Geometry
-from cutjax.kernels.direct.text import reduced
+from cutjax.kernels.direct.text import as_large, reduced
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 
@@ -20,7 +20,10 @@ REDUCED_BYTES = 32768  # of shared memory in which a block adds up a weight grad
 MOST_SUMS = 72  # of a thread of a weight gradient, about
 MOST_PRODUCTS = (800, 400)  # of a thread in one turn of its loop, which is unrolled: code that compiles in a second
 LATENCY_US, LAUNCH_US, SUM_US = 1.0, 2.0, 3.0
-SHARES_US = 4.0  # in which XLA adds up blocks' shares of reductions, a guess
+SHARES_US = 4.0  # in which XLA adds up blocks' shares of reductions
+# How many times the instructions of an epilogue with operands as large as the result, and reductions, take where
+# images are spread: 1624 us of 112 x 112 x 96, 745 of 56 x 56 x 144 and 312 of 14 x 14 x 672, longer than XLA's passes.
+SPREAD_SUMS = 5.0
 ISSUED = 0.75  # share of the instructions that an SM could start
 # The logarithm of what was measured over what these instructions and bytes take, as a sum over what is true of a
 # kernel: 97 kernels of 31 depthwise convolutions on an H200 (benchmarks/results, conv-tune-1 and conv-tune-2). "strip"
@@ -247,7 +250,9 @@ def predict(shape: Shape, device: Device) -> float:
         halo = 1 + (h.open[1] - 1) / c.rows
         rows = h.stride / h.spread * d.window / d.spread * halo
         row = taps * (c.strip * c.pairs + loads) + rows * (strip + 12 + 2 * h.open[1])
-        row += c.strip * (5 + shape.columns * (1 + instructions(p.epilogue) + len(reduced(p.epilogue))))
+        finished = 1 + instructions(p.epilogue) + len(reduced(p.epilogue))
+        finished *= SPREAD_SUMS if h.spread > 1 and reduced(p.epilogue) and as_large(p.epilogue) else 1
+        row += c.strip * (5 + shape.columns * finished)
         threads, written, more_us = shape.tiles * shape.lanes * shape.items, 0.0, shares_us(p, shape.parts, device)
     issued = 1e6 * threads * (c.rows * row + 60) / (rate * ISSUED)
     # Of the last of the waves that all SMs take blocks in, each has a part.

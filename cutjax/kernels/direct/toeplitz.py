@@ -29,8 +29,8 @@ BESIDE = 40  # registers of a thread beside sums and matrices
 LAUNCH_US, SUM_US = 4.4, 4.1
 WARP_CLOCKS, GRADIENT_CLOCKS, ROW_CLOCKS, PROLOGUE_CLOCKS = 72, 59, 270, 4200
 MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
-ELEMENTWISE_CLOCKS = 6  # of an instruction of an epilogue, a guess
-REDUCTION_CLOCKS = 16  # of a reduction, a guess: twice its additions, since registers are short
+ELEMENTWISE_CLOCKS = 9  # of an instruction of an epilogue
+REDUCTION_CLOCKS = 4
 OF_EIGHT = 1.05  # blocks of 8 warps read 32 bytes in a row, those of 16 warps 64
 MOVED, OVERLAPPED = 0.81, 0.39  # shares: of a copy's rate; of bytes' or clocks' time, the shorter one, that is added
 
