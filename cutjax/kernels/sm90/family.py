@@ -72,7 +72,8 @@ RANKED_BY_L2_US, NEAR = 100.0, 0.01
 # Of this times the least are those that factors and the above may make the first.
 FURTHEST = (1 + residual.MOST) / (1 - residual.MOST) * (1 + 2 * NEAR)
 # Of "bd": b, which each band of tiles reads once, and results leave L2 first where they pass it twice. Of results, 8192
-# cubed took 0.991, 8192 x 14336 x 4096 the same, scores in float32 of 4.3 GB 0.92; of b 0.993, 0.996 beside that nothing.
+# cubed took 0.991, 8192 x 14336 x 4096 the same, scores in float32 of 4.3 GB 0.92; of b 0.993 and 0.996, of both as of
+# results.
 STREAMED = "d"
 
 # A pipeline depends on whether k is at most so many of the shallower stages; on the last two beside operands.
