@@ -69,7 +69,7 @@ def close(found, wanted, error):
 
 @pytest.mark.parametrize("rows", [1, 100, 70_000])
 @pytest.mark.parametrize(
-    "widths", [(2, 16, 1), (3, 64, 64, 64, 1), (20, 128, 128, 24), (3, 128, 120, 128, 1), (3, 50, 33, 2)]
+    "widths", [(2, 16, 1), (3, 64, 64, 64, 1), (20, 128, 128, 24), (3, 128, 120, 128, 24), (3, 50, 33, 2)]
 )
 @pytest.mark.parametrize("dtype_precision", ERRORS, ids=str)
 @pytest.mark.parametrize("form", FORMS)

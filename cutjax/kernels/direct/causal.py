@@ -267,7 +267,8 @@ class Kernel:
 struct Done {{
   Acc acc[1];
 }};
-DEVICE void finish(const Extras& extras, const Done done, int row, int column) {{
+struct Partials {{}};
+DEVICE void finish(const Extras& extras, Partials&, const Done done, int row, int column) {{
   if (row < {p.width}) {{
     {store("dw", p.sums[0], "row")}
   }}{of_bias}
