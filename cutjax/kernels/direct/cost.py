@@ -27,8 +27,8 @@ SPREAD_SUMS = 5.0
 ISSUED = 0.75  # share of the instructions that an SM could start
 # The logarithm of what was measured over what these instructions and bytes take, as a sum over what is true of a
 # kernel: 97 kernels of 31 depthwise convolutions on an H200 (benchmarks/results, conv-tune-1 and conv-tune-2). "strip"
-# is of each time that a strip is half of 4 places, where no image of several rows is on its way. "short", of spread images
-# and such strips, and "alone", of weight gradients by one block an SM, are of nine kernels since.
+# is of each time that a strip is half of 4 places, where no image of several rows is on its way. "short", of spread
+# images and such strips, and "alone", of weight gradients by one block an SM, are of nine kernels since.
 OVER = {"always": 0.06, "shared": 0.28, "strip": 0.15, "ahead": -0.29, "spread": -0.57, "small": 0.3}
 OVER |= {"short": 0.1, "alone": 0.06}
 
