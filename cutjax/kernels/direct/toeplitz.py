@@ -32,6 +32,7 @@ MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
 ELEMENTWISE_CLOCKS = 9  # of an instruction of an epilogue
 REDUCTION_CLOCKS = 4
 OF_EIGHT = 1.05  # blocks of 8 warps read 32 bytes in a row, those of 16 warps 64
+ALONE = 1.06  # of a weight gradient by one block an SM; six pairs of kernels took 1.02 to 1.09 times as long
 MOVED, OVERLAPPED = 0.81, 0.39  # shares: of a copy's rate; of bytes' or clocks' time, the shorter one, that is added
 
 
@@ -206,13 +207,18 @@ def predict(shape: Shape, device: Device) -> float:
     multiply = 2 * g.rows.window * MMA_CLOCKS
     row = multiply + WARP_CLOCKS + GRADIENT_CLOCKS * g.gradient
     row += ELEMENTWISE_CLOCKS * instructions(p.epilogue) + REDUCTION_CLOCKS * len(reduced(p.epilogue))
-    row *= shape.lanes / 4 * (OF_EIGHT if c.lanes == 8 else 1.0)
+    row *= shape.lanes / 4
+    if g.gradient:
+        row *= ALONE if c.blocks == 1 else 1.0
+    else:
+        row *= OF_EIGHT if c.lanes == 8 else 1.0
     # Blocks of an SM share it; one alone waits for each row in turn. Behind the first wave SMs take blocks as they end
     # others, and the last SM has half of a block more than the mean.
     even, mean = shape.blocks / device.sms, shape.groups * shape.pieces * shape.chunks / shape.parts
     if even <= c.blocks:
         of_sm, alone = math.ceil(even), shape.rounds
-        rounds = sum(shape.rounds_of(i * device.sms // shape.tiles) for i in range(of_sm))
+        each = [shape.rounds_of(i * device.sms // shape.tiles) for i in range(of_sm)]
+        rounds = of_sm * shape.rounds if g.gradient else sum(each)  # of a gradient one alone was as slow as with others
     else:
         of_sm = even + 0.5
         rounds, alone = max(shape.rounds, of_sm * mean), of_sm / c.blocks * mean
