@@ -28,9 +28,10 @@ ISSUED = 0.75  # share of the instructions that an SM could start
 # The logarithm of what was measured over what these instructions and bytes take, as a sum over what is true of a
 # kernel: 97 kernels of 31 depthwise convolutions on an H200 (benchmarks/results, conv-tune-1 and conv-tune-2). "strip"
 # is of each time that a strip is half of 4 places, where no image of several rows is on its way. "short", of spread
-# images and such strips, and "alone", of small images' weight gradients by one block an SM, are of nine kernels since.
+# images and such strips, and "alone" and "line", of weight gradients by one block an SM, of small images and of
+# sequences, are of fourteen kernels since.
 OVER = {"always": 0.06, "shared": 0.28, "strip": 0.15, "ahead": -0.29, "spread": -0.57, "small": 0.3}
-OVER |= {"short": 0.1, "alone": 0.06}
+OVER |= {"short": 0.1, "alone": 0.06, "line": 0.18}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -276,6 +277,7 @@ def predict(shape: Shape, device: Device) -> float:
         "spread": h.spread > 1,
         "short": h.spread > 1 and c.strip < 4,
         "alone": g.gradient and c.blocks == 1 and w.grid <= 8,
+        "line": g.gradient and c.blocks == 1 and h.window == 1,
         "small": not g.gradient and w.grid <= 8,  # images of 7 x 7 took 1.4 to 1.9 times as long
     }
     return us * math.exp(sum(weight * true[name] for name, weight in OVER.items()))

@@ -146,7 +146,8 @@ DEVICE void finish(const Extras& extras, Partials& partials, const Done done, in
     return f"""{text}constexpr int STAGED_WORDS = {" + ".join(slots)};
 DEVICE void stage_results(const Extras& extras, Partials& partials, const Acc (&sums)[2], int row, int column,
                           u32* buffer, int warp, int place, bool there) {{
-  const Found found = results_of(extras, Done{{{{sums[0], sums[1]}}}}, beside_of(extras, row, column), row, column);{lines(staged)}
+  const Beside beside = beside_of(extras, row, column);
+  const Found found = results_of(extras, Done{{{{sums[0], sums[1]}}}}, beside, row, column);{lines(staged)}
   if (there) partials.add(found, 0);
 }}
 DEVICE void copy_results(const Extras& extras, Partials&, const u32* buffer, const Own& own, int row, u32) {{
