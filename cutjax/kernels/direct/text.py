@@ -51,7 +51,7 @@ def epilogue_text(
     ``by_stages`` results go through shared memory; where an operand is `as_large`, sums do, and with them `planes`.
     What a thread has of a reduction, ``Partials``, it has of each of its channels.
     """
-    fields, initial, first, loads, beside, values, asked = [], [], [], [], [], [], []
+    fields, initial, first, loads, values, asked = [], [], [], [], [], []
     in_planes = planes(epilogue) if by_stages else []
     for i, spec in enumerate(epilogue.operands):
         vector = f"Vector<Dtype::{DTYPES[spec.dtype].stored}, {count if spec.col else 1}>"
@@ -66,8 +66,7 @@ def epilogue_text(
             asked.append(f"copy_ahead(to + {at}, {base}, channels);")
         elif spec.row:
             at = f"(static_cast<i64>(row) * extras.n + column) * {size}" if spec.col else f"row * {size}ll"
-            beside.append((f"{vector} x{i};", f"x{i}.load(extras.base{i} + {at});"))
-            values[-1] = f"beside.{values[-1]}"
+            loads.append(f"{vector} x{i};\n  x{i}.load(extras.base{i} + {at});")
         else:
             fields.append(f"{vector} x{i};")
             first.append(f"x{i}.load(base{i}{f' + column * {size}ll' * spec.col});")
@@ -109,17 +108,7 @@ struct Done {{
 struct Found {{
   {" ".join(declared)}
 }};
-struct Beside {{  // what it reads of rows: a kernel may load that of several results at once
-{lines([field for field, _ in beside])}
-  DEVICE void load(const Extras& extras, int row, int column) {{{lines([load for _, load in beside])}
-  }}
-}};
-DEVICE Beside beside_of(const Extras& extras, int row, int column) {{
-  Beside beside;
-  beside.load(extras, row, column);
-  return beside;
-}}
-{qualifier} Found results_of(const Extras& extras, const Done done, const Beside beside, int row, int column) {{
+{qualifier} Found results_of(const Extras& extras, const Done done, int row, int column) {{
   Found found;{lines(loads)}
 #pragma unroll
   for (int i = 0; i < {count}; ++i) {{
@@ -132,13 +121,9 @@ constexpr int HELD = {held(epilogue) if by_stages else count};  // channels that
 {_partials(epilogue, count)}"""
     if not by_stages:
         return f"""{text}
-DEVICE void finish(const Extras& extras, Partials& partials, const Done done, const Beside beside, int row,
-                   int column) {{
-  const Found found = results_of(extras, done, beside, row, column);{lines(_stores(epilogue, count))}
-  partials.add(found, 0);
-}}
 DEVICE void finish(const Extras& extras, Partials& partials, const Done done, int row, int column) {{
-  finish(extras, partials, done, beside_of(extras, row, column), row, column);
+  const Found found = results_of(extras, done, row, column);{lines(_stores(epilogue, count))}
+  partials.add(found, 0);
 }}
 """
     if as_large(epilogue):
@@ -146,8 +131,7 @@ DEVICE void finish(const Extras& extras, Partials& partials, const Done done, in
     return f"""{text}constexpr int STAGED_WORDS = {" + ".join(slots)};
 DEVICE void stage_results(const Extras& extras, Partials& partials, const Acc (&sums)[2], int row, int column,
                           u32* buffer, int warp, int place, bool there) {{
-  const Beside beside = beside_of(extras, row, column);
-  const Found found = results_of(extras, Done{{{{sums[0], sums[1]}}}}, beside, row, column);{lines(staged)}
+  const Found found = results_of(extras, Done{{{{sums[0], sums[1]}}}}, row, column);{lines(staged)}
   if (there) partials.add(found, 0);
 }}
 DEVICE void copy_results(const Extras& extras, Partials&, const u32* buffer, const Own& own, int row, u32) {{
@@ -191,7 +175,7 @@ DEVICE void copy_results(Extras& extras, Partials& partials, const u32* buffer, 
       extras.begin(column + u);  // again for each row: registers are short
       Done done;
       Staged<Dtype::f32>::take(buffer, own, v + u, done.acc);{beside}
-      const Found part = results_of(extras, done, beside_of(extras, row, column + u), row, column + u);
+      const Found part = results_of(extras, done, row, column + u);
       partials.add(part, v + u);
 #pragma unroll
       for (int i = 0; i < {count}; ++i) {{ {taken} }}

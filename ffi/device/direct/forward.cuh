@@ -127,11 +127,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
           if (a >= RESULT_ROWS || !of_step_last) continue;
           int row = item.row_remainder + EVERY_H * (first + a);
           int place = ((item.image * of.grid_d + item.plane) * of.grid_h + row) * of.grid_w;
-          Beside beside[STRIP];  // all of them, before the first is waited for
-#pragma unroll
-          for (int t = 0; t < STRIP; ++t)
-            if (first_place + EVERY_W * t < of.grid_w)
-              beside[t].load(extras, place + first_place + EVERY_W * t, first_column(pair));
 #pragma unroll
           for (int t = 0; t < STRIP; ++t) {
             int column = first_place + EVERY_W * t;
@@ -142,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
               bool one_of_several = p > 0 && column_of(p - 1) == column_of(p);
               done.acc[column_of(p)] = one_of_several ? done.acc[column_of(p)] + sums[a][t][p] : sums[a][t][p];
             }
-            finish(extras, partials, done, beside[t], place + column, first_column(pair));
+            finish(extras, partials, done, place + column, first_column(pair));
           }
         }
       }
