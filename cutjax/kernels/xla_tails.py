@@ -25,6 +25,6 @@ def library_has(epilogue: Epilogue, convolution: str = "") -> bool:
     if not all(spec.col for spec in epilogue.operands) or convolution not in ("", "forward"):
         return False
     if ops == ["mul"] and not epilogue.operands:
-        return not convolution and [node.op for node in epilogue.nodes].count("acc") == 1
+        return not convolution and any(node.op == "const" for node in epilogue.nodes)
     adds = ["add"] * len(epilogue.operands)
     return bool(ops) and ops in (adds, [*adds, "max"] if convolution or not matrices else adds)
