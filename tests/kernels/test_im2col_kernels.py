@@ -207,6 +207,13 @@ def test_patches_are_windows_of_images_of_their_own():
     assert not family.reasons(problem)
 
 
+def test_groups_that_would_be_such_patches_have_no_kernel_here():
+    """33 groups as one: kernels took the matrix of them for windows, and did not compile."""
+    problem = asked(view(1, (2,), (2,), 1, groups=33), 33, "weights")
+    assert "33 groups of 1 channels: as one they are patches in rows of odd bytes" in family.reasons(problem)
+    assert not family.reasons(asked(view(1, (2,), (2,), 1, groups=32), 32, "weights"))
+
+
 @pytest.mark.parametrize("kind", ["in order", "weights"])
 @pytest.mark.parametrize("window", [(4, 4), (2, 3, 7)])
 def test_patches_whose_rows_are_not_of_16_bytes_are_a_matrix(kind, window):

@@ -168,9 +168,10 @@ def test_wgmma_on_the_emulated_device(case):
     [
         ((3, 128, 64, 128, 2), jnp.tanh, "bfloat16", 1),
         ((20, 120, 128), jax.nn.silu, "float16", 1),
+        ((3, 120, 128, 2), jax.nn.silu, "bfloat16", 1),
         ((3, 128, 128, 1), jax.nn.sigmoid, "bfloat16", 2),
     ],
-    ids=["tanh", "silu", "sigmoid"],
+    ids=["tanh", "silu", "silu of two", "sigmoid"],
 )
 def test_sums_apart_on_the_emulated_device(widths, f, dtype, networks):
     """Factors narrow, and wide of two sizes; what functions read in planes, and stashed; rows of more than a tile."""

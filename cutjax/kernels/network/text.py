@@ -377,7 +377,7 @@ class Body:
     def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
         schedule = self.schedule
         if self.of.at_once(self.place):
-            yield from (f"const Chunk c{x} = s{x}.chunk(j);" for x in stage.affine)
+            yield from (f"Chunk c{x} = s{x}.chunk(j);" for x in stage.affine)
         else:
             yield from self._products_of(stage, ahead)
         known = set(stage.makes)

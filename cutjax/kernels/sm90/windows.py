@@ -156,6 +156,8 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"strides of {max(view.strides)}: TMA's are up to {_STRIDES}")
     if packed(as_multiplied(problem)):
         found.append(f"{view.groups} groups of {view.channels} channels: as one they are few, and rows of them packed")
+    if patches(as_multiplied(problem)):
+        found.append(f"{view.groups} groups of {view.channels} channels: as one they are patches in rows of odd bytes")
     return found
 
 
