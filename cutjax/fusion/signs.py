@@ -35,7 +35,7 @@ def _is_zero(x: Any) -> bool:
 
 def _is_relu(eqn: Any) -> bool:
     """True of ``max(x, 0)``, called as it may be."""
-    if is_literal(eqn.invars[0]) if eqn.invars else True:
+    if not eqn.invars or is_literal(eqn.invars[0]):
         return False
     if eqn.primitive.name in CALLS:
         inner = callee(eqn)[0]
