@@ -15,18 +15,18 @@ def of_results(jaxpr: Any) -> Any:
 
     The result is the same. XLA computes x anew where it reads the mask; a kernel would read each of those arrays.
     """
-    eqns = list(opened(jaxpr).eqns)
-    results = {eqn.invars[0]: (i, eqn.outvars[0]) for i, eqn in enumerate(eqns) if _is_relu(eqn)}
-    if not results:
-        return jaxpr
-    graph, changed = Graph(opened(jaxpr)), False
+    eqns, results = list(opened(jaxpr).eqns), {}
+    masks: list[tuple[int, Any]] = []  # that follow their ReLU, with its result
     for i, eqn in enumerate(eqns):
-        if eqn.primitive is not lax.gt_p or not _is_zero(eqn.invars[1]) or eqn.invars[0] not in results:
-            continue
-        at, result = results[eqn.invars[0]]
-        if at < i and _sources(graph, eqn.invars[0]) > 1:
-            eqns[i], changed = eqn.replace(invars=[result, eqn.invars[1]]), True
-    return with_equations(jaxpr, eqns) if changed else jaxpr
+        if _is_relu(eqn):
+            results[eqn.invars[0]] = eqn.outvars[0]
+        elif eqn.primitive is lax.gt_p and _is_zero(eqn.invars[1]) and eqn.invars[0] in results:
+            masks.append((i, results[eqn.invars[0]]))
+    graph = Graph(opened(jaxpr)) if masks else None
+    masks = [(i, result) for i, result in masks if graph and _sources(graph, eqns[i].invars[0]) > 1]
+    for i, result in masks:
+        eqns[i] = eqns[i].replace(invars=[result, eqns[i].invars[1]])
+    return with_equations(jaxpr, eqns) if masks else jaxpr
 
 
 def _is_zero(x: Any) -> bool:

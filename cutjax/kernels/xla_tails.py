@@ -8,10 +8,9 @@ from cutjax.epilogue.expression import Epilogue
 def library_has(epilogue: Epilogue, convolution: str = "") -> bool:
     """True if XLA has an epilogue computed in the product, and needs no pass.
 
-    That is a bias of columns and a matrix that are added, and relu of the sum: by cuBLAS without the matrix; and by
-    cuBLAS a constant that all is multiplied by, as attention's scores are. The matrix
+    That is a bias of columns and a matrix that are added, and relu of the sum: by cuBLAS without the matrix. The matrix
     may be in place or not: of 34 recorded ones that something else read, none took XLA a pass. Of the products of a
-    convolution cuDNN has the forward one alone.
+    convolution cuDNN has the forward one alone. By cuBLAS it is also a constant factor, as attention's scores have.
 
     Args:
       epilogue: of one product.

@@ -30,8 +30,17 @@ ISSUED = 0.75  # share of the instructions that an SM could start
 # is of each time that a strip is half of 4 places, where no image of several rows is on its way. "short", of spread
 # images and such strips, and "alone" and "line", of weight gradients by one block an SM, of small images and of
 # sequences, are of fourteen kernels since.
-OVER = {"always": 0.06, "shared": 0.28, "strip": 0.15, "ahead": -0.29, "spread": -0.57, "small": 0.3}
-OVER |= {"short": 0.1, "alone": 0.06, "line": 0.18}
+OVER = {
+    "always": 0.06,
+    "shared": 0.28,
+    "strip": 0.15,
+    "ahead": -0.29,
+    "spread": -0.57,
+    "small": 0.3,
+    "short": 0.1,
+    "alone": 0.06,
+    "line": 0.18,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
