@@ -172,7 +172,8 @@ def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
             continue  # stored by each piece
         begin.append(f"r{i}[0] = r{i}[1] = {emit.reduction(out)[0]};")
         at = f"matrix{i}()[static_cast<i64>({{}}) * ({columns}) + column / EPILOGUE_COLUMNS]"
-        if out.axes == ("col",):
+        if out.axes == ("col",):  # rows are neighbours: a warpgroup's fill lines of memory
+            at = f"matrix{i}()[static_cast<i64>(column / EPILOGUE_COLUMNS) * m + {{}}]"
             end += [*_shuffles(out, f"r{i}[0]", (1, 2)), *_shuffles(out, f"r{i}[1]", (1, 2))]
             for h in range(2):
                 end.append(
@@ -208,19 +209,27 @@ struct Partials {{
 """
 
 
+# Where along an axis a piece may have values past the matrix, and which; none where all tiles are whole.
+_PAST = {
+    "row": ("!WHOLE_ROWS && row + 8 >= partials.to", "row + i / 2 % 2 * 8 >= partials.to"),
+    "col": ("!WHOLE_COLUMNS && column + PIECE - 7 >= partials.n", "column + i / 4 * 8 + i % 2 >= partials.n"),
+}
+
+
 def _within(reductions: Sequence[tuple[int, Output]]) -> str:
-    """Returns the text that replaces values past the matrix by the identities of reductions."""
-    if not reductions:
-        return ""
-    past = "row + i / 2 % 2 * 8 >= partials.to || column + i / 4 * 8 + i % 2 >= partials.n"
-    identities = " ".join(f"y{i}[i] = {emit.reduction(out)[0]};" for i, out in reductions)
-    # Most pieces lie inside: one comparison for each is less than one for each value.
-    return f"""if (row + 8 >= partials.to || column + PIECE - 7 >= partials.n) {{
+    """Returns the text that replaces values past the matrix, along what is reduced, by the identities of reductions."""
+    found = ""
+    for axes in dict.fromkeys(out.axes for _, out in reductions):
+        identities = (f"y{i}[i] = {emit.reduction(out)[0]};" for i, out in reductions if out.axes == axes)
+        near, past = (" || ".join(each) for each in zip(*(_PAST[axis] for axis in axes), strict=True))
+        # Most pieces lie inside: one comparison for each is less than one for each value.
+        found += f"""if ({near}) {{
 #pragma unroll
     for (int i = 0; i < PIECE / 2; ++i)
-      if ({past}) {{ {identities} }}
+      if ({past}) {{ {" ".join(identities)} }}
   }}
 """
+    return found
 
 
 def _reduce_piece(i: int, out: Output, even: bool) -> str:

@@ -25,14 +25,16 @@ def written(
     """Returns the avals of a kernel's results, of which reductions are still one value for each tile's share.
 
     Of a reduction it is one value for each 16 rows, or of all rows so many ``shares``, for each so many columns, or
-    both. Where operands are swapped the
-    problem is that of the transposed result, and results of full size are ``turned``.
+    both; of columns alone, rows come last. Where operands are swapped the problem is that of the transposed result, and
+    results of full size are ``turned``.
     """
     p, found = problem, []
     for out in p.epilogue.outputs:
         of_rows = shares or -(-p.m // 16) if "row" in out.axes else p.m
         of_columns = -(-p.n // columns) if "col" in out.axes else p.n
-        shape = (of_rows, of_columns) if out.reduce else (p.n, p.m) if turned else (p.m, p.n)
+        turns = out.axes == ("col",) if out.reduce else turned
+        full = (of_rows, of_columns) if out.reduce else (p.m, p.n)
+        shape = full[::-1] if turns else full
         found.append(jax.ShapeDtypeStruct((*p.batch, *shape), np.dtype(out.dtype)))
     return tuple(found)
 
@@ -41,7 +43,7 @@ def finish(outputs: Sequence[Output], written: Sequence[jax.Array], _: Sequence[
     """Returns the results from the arrays that a kernel writes: reductions are reduced over the tiles' shares."""
     found = []
     for out, x in zip(outputs, written, strict=False):  # there may be scratch after them
-        axes = [{"row": -2, "col": -1}[axis] for axis in out.axes]
+        axes = [-2] if len(out.axes) == 1 else [-2, -1]
         found.append(REDUCTIONS[out.reduce](x, axes) if out.reduce else x)
     return found
 

@@ -47,6 +47,15 @@ CASES = {
     "groups of k": (Item("bf16", "k", "tn", 64, 72, 136), Config(64, 64, 64, 4)),
     "registers": (Item("bf16xs8", "dense", "nt", 16, 128, 136), Config(128, 16, 64, 3, swap=True)),
     "float8": (Item("f8_e4m3fn", "dense", "nt", 72, 64, 144, "sums"), Config(64, 64, 64, 3)),
+    "sums of whole tiles": (Item("bf16", "dense", "nn", 128, 192, 72, "sums"), Config(64, 64, 64, 3)),
+    "sums of whole columns": (
+        Item("bf16", "dense", "nn", 72, 192, 16, "sums"),
+        Config(64, 64, 64, 3, schedule="pingpong", cluster_n=2),
+    ),
+    "sums of whole rows, swapped": (
+        Item("f16", "dense", "nt", 256, 72, 24, "sums", batches=((2,), (1,))),
+        Config(64, 128, 64, 3, schedule="pingpong", swap=True),
+    ),
     "int8": (Item("s8", "dense", "nt", 72, 64, 80), Config(64, 64, 64, 3)),
     "tf32": (Item("f32tf32", "dense", "tn", 64, 72, 72), Config(64, 32, 64, 3)),
     "sum": (

@@ -47,11 +47,13 @@ def epilogue_text(
 ) -> str:
     """Returns the text of an epilogue of ``count`` neighbours of a row, with its operands' loads and results' stores.
 
-    Those of operands that rows share are loaded once. Where it is ``called`` the kernel has one copy of it;
+    Those of operands that rows share are loaded once, those of one place, ``Beside``, before it is computed, so that a
+    thread can have those of several places on their way. Where it is ``called`` the kernel has one copy of it;
     ``by_stages`` results go through shared memory; where an operand is `as_large`, sums do, and with them `planes`.
     What a thread has of a reduction, ``Partials``, it has of each of its channels.
     """
-    fields, initial, first, loads, values, asked = [], [], [], [], [], []
+    fields, initial, first, values, asked = [], [], [], [], []
+    beside, loads = [], []  # of one place
     in_planes = planes(epilogue) if by_stages else []
     for i, spec in enumerate(epilogue.operands):
         vector = f"Vector<Dtype::{DTYPES[spec.dtype].stored}, {count if spec.col else 1}>"
@@ -61,16 +63,20 @@ def epilogue_text(
         values.append(f"x{i}[{'i' if spec.col else '0'}]")
         if i in in_planes:
             at = f"{in_planes.index(i)} * PLANE_BYTES"
-            loads.append(f"{vector} x{i};\n  x{i}.load_shared(done.beside + {at});")
+            beside.append(f"{vector} x{i};")
+            loads.append(f"x{i}.load_shared(planes + {at});")
             base = f"base{i} + (static_cast<i64>(row) * n + column) * {size}"
             asked.append(f"copy_ahead(to + {at}, {base}, channels);")
         elif spec.row:
             at = f"(static_cast<i64>(row) * extras.n + column) * {size}" if spec.col else f"row * {size}ll"
-            loads.append(f"{vector} x{i};\n  x{i}.load(extras.base{i} + {at});")
+            beside.append(f"{vector} x{i};")
+            loads.append(f"x{i}.load(extras.base{i} + {at});")
         else:
             fields.append(f"{vector} x{i};")
             first.append(f"x{i}.load(base{i}{f' + column * {size}ll' * spec.col});")
             values[-1] = f"extras.{values[-1]}"
+            continue
+        values[-1] = f"beside.{values[-1]}"
     staged, copied, slots = [], [], ["0"]
     for i, out in enumerate(epilogue.outputs):
         fields.append(f"char* d{i};")
@@ -103,13 +109,17 @@ struct Extras {{
 constexpr int PLANES = {len(in_planes)};
 constexpr bool AS_LARGE = {str(as_large(epilogue)).lower()};
 struct Done {{
-  Acc acc[{count}];{lines(["u32 beside;  // where its planes are"] if in_planes else [])}
+  Acc acc[{count}];
+}};
+struct Beside {{{lines(beside)}
+  DEVICE void load(const Extras& extras, int row, int column, u32 planes = 0) {{{lines(["  " + x for x in loads])}
+  }}
 }};
 struct Found {{
   {" ".join(declared)}
 }};
-{qualifier} Found results_of(const Extras& extras, const Done done, int row, int column) {{
-  Found found;{lines(loads)}
+{qualifier} Found results_of(const Extras& extras, const Beside beside, const Done done, int row, int column) {{
+  Found found;
 #pragma unroll
   for (int i = 0; i < {count}; ++i) {{
     const Acc value[1] = {{done.acc[i]}};
@@ -121,9 +131,15 @@ constexpr int HELD = {held(epilogue) if by_stages else count};  // channels that
 {_partials(epilogue, count)}"""
     if not by_stages:
         return f"""{text}
-DEVICE void finish(const Extras& extras, Partials& partials, const Done done, int row, int column) {{
-  const Found found = results_of(extras, done, row, column);{lines(_stores(epilogue, count))}
+DEVICE void finish(const Extras& extras, Partials& partials, const Beside& beside, const Done done, int row,
+                   int column) {{
+  const Found found = results_of(extras, beside, done, row, column);{lines(_stores(epilogue, count))}
   partials.add(found, 0);
+}}
+DEVICE void finish(const Extras& extras, Partials& partials, const Done done, int row, int column) {{
+  Beside beside;
+  beside.load(extras, row, column);
+  finish(extras, partials, beside, done, row, column);
 }}
 """
     if as_large(epilogue):
@@ -131,7 +147,9 @@ DEVICE void finish(const Extras& extras, Partials& partials, const Done done, in
     return f"""{text}constexpr int STAGED_WORDS = {" + ".join(slots)};
 DEVICE void stage_results(const Extras& extras, Partials& partials, const Acc (&sums)[2], int row, int column,
                           u32* buffer, int warp, int place, bool there) {{
-  const Found found = results_of(extras, Done{{{{sums[0], sums[1]}}}}, row, column);{lines(staged)}
+  Beside beside;
+  beside.load(extras, row, column);
+  const Found found = results_of(extras, beside, Done{{{{sums[0], sums[1]}}}}, row, column);{lines(staged)}
   if (there) partials.add(found, 0);
 }}
 DEVICE void copy_results(const Extras& extras, Partials&, const u32* buffer, const Own& own, int row, u32) {{
@@ -155,7 +173,6 @@ def _of_sums(epilogue: Epilogue, count: str) -> str:
     whole = " ".join(f"{carrier} y{i}[UNIT];" for i, carrier in results)
     taken = " ".join(f"found.y{i}[u + i] = part.y{i}[i];" for i, _ in results)
     stores = "".join(f"\n    {store}" for store in _stores(epilogue, "UNIT"))
-    beside = "\n      done.beside = planes + (v + u) * 2;" * bool(planes(epilogue))
     return f"""struct Whole {{
   {whole}
 }};
@@ -174,8 +191,10 @@ DEVICE void copy_results(Extras& extras, Partials& partials, const u32* buffer, 
     for (int u = 0; u < UNIT; u += {count}) {{
       extras.begin(column + u);  // again for each row: registers are short
       Done done;
-      Staged<Dtype::f32>::take(buffer, own, v + u, done.acc);{beside}
-      const Found part = results_of(extras, done, row, column + u);
+      Staged<Dtype::f32>::take(buffer, own, v + u, done.acc);
+      Beside beside;
+      beside.load(extras, row, column + u, planes + (v + u) * 2);
+      const Found part = results_of(extras, beside, done, row, column + u);
       partials.add(part, v + u);
 #pragma unroll
       for (int i = 0; i < {count}; ++i) {{ {taken} }}

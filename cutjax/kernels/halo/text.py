@@ -37,6 +37,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "CONSUMER_REGISTERS": REGISTERS[config.consumers],
         "PRODUCTS": 1,
         "RAGGED_M": False,
+        "WHOLE_ROWS": False,
+        "WHOLE_COLUMNS": False,
         "EPILOGUE_COLUMNS": config.bn,
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,

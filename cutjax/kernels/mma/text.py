@@ -65,6 +65,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "RAGGED_K": problem.divided == "k",
         "RAGGED_N": False,
         "K_ALIGNED": False,
+        "WHOLE_ROWS": False,
+        "WHOLE_COLUMNS": False,
         "AXES": views.axes(problem),
         "COLUMN_GROUPS": views.groups(problem) > 1,
         "SPREAD": views.spread(problem),

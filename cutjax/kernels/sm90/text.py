@@ -37,6 +37,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     producer, consumer = OF_SLICES if config.sliced else OF_SCALES if scaled else REGISTERS
     if problem.a.gathered:
         producer, consumer = OF_ROWS
+    # Of other epilogues the text is the same whatever the sizes are, so that a kernel is compiled once.
+    whole = bool(kernel.staging.reductions) and kernel.phases is None and not problem.symmetric
     constants = {
         "BM": config.bm,
         "BN": config.bn,
@@ -79,6 +81,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "RAGGED_N": problem.divided == "n",
         "RAGGED_K": problem.divided == "k",
         "K_ALIGNED": problem.divided == "k" and a_k_major,
+        "WHOLE_ROWS": whole and problem.divided != "m" and problem.m % config.bm == 0,
+        "WHOLE_COLUMNS": whole and problem.divided != "n" and problem.n % config.bn == 0,
         "PRODUCTS": problem.products,
         "A_MATRICES": problem.beside[0],
         "B_MATRICES": problem.beside[1],

@@ -127,6 +127,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
           if (a >= RESULT_ROWS || !of_step_last) continue;
           int row = item.row_remainder + EVERY_H * (first + a);
           int place = ((item.image * of.grid_d + item.plane) * of.grid_h + row) * of.grid_w;
+          Beside beside[STRIP];
+#pragma unroll
+          for (int t = 0; t < STRIP; ++t) {
+            int column = min(first_place + EVERY_W * t, of.grid_w - 1);
+            beside[t].load(extras, place + column, first_column(pair));
+          }
 #pragma unroll
           for (int t = 0; t < STRIP; ++t) {
             int column = first_place + EVERY_W * t;
@@ -137,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
               bool one_of_several = p > 0 && column_of(p - 1) == column_of(p);
               done.acc[column_of(p)] = one_of_several ? done.acc[column_of(p)] + sums[a][t][p] : sums[a][t][p];
             }
-            finish(extras, partials, done, place + column, first_column(pair));
+            finish(extras, partials, beside[t], done, place + column, first_column(pair));
           }
         }
       }
