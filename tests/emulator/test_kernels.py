@@ -47,6 +47,15 @@ CASES = {
     "groups of k": (Item("bf16", "k", "tn", 64, 72, 136), Config(64, 64, 64, 4)),
     "registers": (Item("bf16xs8", "dense", "nt", 16, 128, 136), Config(128, 16, 64, 3, swap=True)),
     "float8": (Item("f8_e4m3fn", "dense", "nt", 72, 64, 144, "sums"), Config(64, 64, 64, 3)),
+    "b stays": (Item("bf16", "dense", "nn", 1400, 16, 72), Config(64, 16, 64, 4, cluster_m=2)),
+    "b of several products stays": (
+        Item("bf16", "dense", "nt", 1400, 40, 136, "products"),
+        Config(64, 48, 64, 3, cluster_n=2, schedule="pingpong"),
+    ),
+    "a stays, swapped": (
+        Item("f16", "dense", "nt", 1400, 40, 24, "sums"),
+        Config(64, 64, 64, 3, schedule="pingpong", swap=True),
+    ),
     "sums of whole tiles": (Item("bf16", "dense", "nn", 128, 192, 72, "sums"), Config(64, 64, 64, 3)),
     "sums of whole columns": (
         Item("bf16", "dense", "nn", 72, 192, 16, "sums"),

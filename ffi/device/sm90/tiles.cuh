@@ -36,6 +36,7 @@ struct Pipeline {
   u32 full, empty;  // addresses of the first barriers
   int stage;
   u32 phase;
+  int filled = 0;  // stages, by the producer
 
   DEVICE u32 full_barrier() const { return full + stage * 8; }
   DEVICE u32 empty_barrier() const { return empty_barrier(stage); }
