@@ -13,10 +13,11 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.binding.rules import with_rank
-from cutjax.dtypes import NARROW, promoted
+from cutjax.dtypes import NARROW
 from cutjax.kernels.prepared import along, dequantized
 from cutjax.ops.arguments import integer
 from cutjax.primitives.arrays import matrix, unwrapped
+from cutjax.primitives.quantization import in_blocks
 
 SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn")
 
@@ -149,42 +150,7 @@ def quantize(
         raise ValueError(f"{where}: zero points are of integers, got {dtype}")
     if integers and not zero_point and jnp.iinfo(dtype).min == 0:
         raise ValueError(f"{where}: {dtype} has no negative numbers: expected zero_point=True, or a dtype with a sign")
-    rows, columns = _sizes(block, x.shape[-2:])
-    wide = x.astype(promoted(x.dtype, np.float32))
-    apart = (*x.shape[:-2], x.shape[-2] // max(1, rows), rows, x.shape[-1] // max(1, columns), columns)
-    wide = wide.reshape(apart)
-    axes, most = (len(apart) - 3, len(apart) - 1), float(jnp.iinfo(dtype).max if integers else jnp.finfo(dtype).max)
-    if not zero_point:
-        scale = _rounded(_greatest(jnp.abs(wide), axes) / most, scale_dtype)
-        values = wide / scale.astype(wide.dtype)
-        values = jnp.clip(jnp.round(values) if integers else values, -most, most)
-        return Quantized(values.astype(dtype).reshape(x.shape), jnp.squeeze(scale, axes))
-    least = float(jnp.iinfo(dtype).min)
-    low, high = -_greatest(-wide, axes), _greatest(wide, axes)
-    scale = _rounded((high - low) / (most - least), scale_dtype)
-    of_scale = scale.astype(wide.dtype)
-    zero = jnp.clip(jnp.round(least - low / of_scale), least, most)
-    values = jnp.clip(jnp.round(wide / of_scale) + zero, least, most)
-    scale, zero = (jnp.squeeze(y, axes) for y in (scale, zero.astype(dtype)))
-    return Quantized(values.astype(dtype).reshape(x.shape), scale, zero)
-
-
-def _greatest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the greatest number of each block, zero among them; NaN where one is not finite."""
-    return jnp.where(jnp.isfinite(x).all(axes, keepdims=True), jnp.max(x, axes, keepdims=True, initial=0), jnp.nan)
-
-
-def _rounded(scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns scales in a dtype, those of zero as 1, others within its normal numbers, so that none becomes zero."""
-    info = jnp.finfo(dtype)
-    if dtype.name == "float8_e8m0fnu":
-        mantissa, exponent = jnp.frexp(scale)  # the next greater power of two: nothing is cut off
-        found = jnp.ldexp(jnp.ones_like(scale), jnp.where(mantissa == 0.5, exponent - 1, exponent))
-        found = jnp.where(jnp.isnan(scale), scale, found)
-    else:
-        found = scale
-    least = max(float(info.tiny), float(jnp.finfo(scale.dtype).tiny))
-    return jnp.where(scale == 0, jnp.ones_like(scale), jnp.clip(found, least, float(info.max))).astype(dtype)
+    return Quantized(*in_blocks(x, dtype, _sizes(block, x.shape[-2:]), scale_dtype, zero_point))
 
 
 def _sizes(block: Any, shape: Sequence[int]) -> tuple[int, int]:

@@ -267,6 +267,7 @@ void add_integers(Table& table) {
             to_bfloat([](double a, double b) { return expression; }(of_bfloat(a), of_bfloat(b))))
     PAIR("add", a + b), PAIR("sub", a - b), PAIR("mul", a * b), PAIR("add.rn", a + b), PAIR("sub.rn", a - b);
     PAIR("mul.rn", a * b), PAIR("min", smaller(a, b)), PAIR("max", larger(a, b));
+    OP2("max.u16x2", u32, u32, u32, std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16);
 #define FUSED(type, of, to)                                                             \
     OP3("fma.rn." type "x2", u32, u32, u32, u32,                                          \
         halves(a, b, c, of, to, [](double a, double b, double c) { return a * b + c; })), \

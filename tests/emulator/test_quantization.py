@@ -1,0 +1,91 @@
+"""The kernel that quantizes in one pass, run on the CPU: cutjax.quantize bit for bit, but for the quotients of XLA there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cutjax.kernels import quantization
+from cutjax.kernels.device import reference
+from cutjax.kernels.prepared import along
+from cutjax.primitives.quantization import quantize_p
+from emulator import device
+
+ORDERS = {"own": (True, False), "turned": (False, True), "both": (True, True)}
+# rows, columns, dtype, of float8, square, arch
+CASES = {
+    "lines": ((256, 384), "bfloat16", "float8_e4m3fn", False, "sm_90a"),
+    "squares": ((384, 256), "bfloat16", "float8_e4m3fn", True, "sm_90a"),
+    "gradients": ((128, 256), "float16", "float8_e5m2", False, "sm_90a"),
+    "float32": ((256, 128), "float32", "float8_e4m3fn", False, "sm_90a"),
+    "squares of float32": ((128, 256), "float32", "float8_e5m2", True, "sm_90a"),
+    "a batch": ((2, 128, 256), "bfloat16", "float8_e4m3fn", False, "sm_90a"),
+    "a batch of squares": ((3, 256, 128), "bfloat16", "float8_e4m3fn", True, "sm_90a"),
+    "Ada": ((128, 256), "bfloat16", "float8_e4m3fn", False, "sm_89"),
+}
+
+
+def numbers(shape, dtype):
+    """Of many magnitudes, with blocks of zeros, numbers that are not finite, and the greatest and least of the dtype."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape) * np.exp(4 * rng.standard_normal((*shape[:-1], 1)))
+    x[..., :8, :128] = 0
+    x[..., 11, 5], x[..., 12, 77], x[..., 13, 120] = np.nan, np.inf, -np.inf
+    x[..., 21, 0], x[..., 22, :] = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).tiny)
+    x[..., 23, 1::2] = -0.0
+    return np.asarray(x, np.dtype(dtype))
+
+
+def expected(x, to, square, own, turned):
+    """By numpy, as XLA has it on a GPU: quotients are products with a reciprocal."""
+    found, most = [], np.float32(1) / np.float32(jnp.finfo(to).max)
+    for there, of in ((own, x), (turned, np.swapaxes(x, -1, -2))):
+        if not there:
+            continue
+        mn = 128 if square else 1
+        *batch, r, c = of.shape
+        blocks = of.astype(np.float32).reshape(*batch, r // mn, mn, c // 128, 128)
+        greatest = np.abs(blocks).max((-3, -1), keepdims=True)
+        with np.errstate(invalid="ignore"):
+            scale = np.where(np.isfinite(greatest), greatest * most, np.nan)
+            scale = np.where(scale == 0, np.float32(1), np.maximum(scale, np.float32(2.0**-126))).astype(np.float32)
+            values = blocks * (np.float32(1) / scale)
+        limit = float(jnp.finfo(to).max)
+        found += [np.clip(values, -limit, limit).astype(to).reshape(of.shape), scale.squeeze((-3, -1))]
+    return found
+
+
+def same(got, wanted):
+    """To the bit, but that NaNs are alike."""
+    for x, y in zip(got, wanted, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        lost = np.isnan(np.asarray(y, np.float32))
+        np.testing.assert_array_equal(np.isnan(np.asarray(x, np.float32)), lost)
+        bits = np.dtype(f"u{x.dtype.itemsize}")
+        np.testing.assert_array_equal(x.view(bits)[~lost], y.view(bits)[~lost])
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("orders", ORDERS)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_scales(name, orders):
+    shape, dtype, to, square, arch = CASES[name]
+    own, turned = ORDERS[orders]
+    x = numbers(shape, jnp.dtype(dtype))
+    params = {"dtype": jnp.dtype(to), "square": square, "own": own, "turned": turned}
+    kernel = quantization.Kernel(quantization.Problem.of(x, **params, device=reference(arch)))
+    assert not quantization.why_not(kernel.problem)
+    xla = [np.asarray(y) for y in jax.jit(lambda x: quantize_p.bind(x, **params, backend="xla"))(x)]
+    with device.emulated():
+        call = kernel.call()
+    machine = device.Machine(seed=1, eagerness=3)
+    got = machine.execute(call, [x], [device.poison(y.shape, y.dtype) for y in xla])
+    same(got, expected(x, to, square, own, turned))
+    for i in range(0, len(got), 2):  # XLA flushes subnormal numbers on a CPU, and rounds its quotients once
+        (values, scales), (others, of_others) = got[i : i + 2], xla[i : i + 2]
+        flushed = scales == np.float32(2.0**-126)
+        np.testing.assert_array_equal(scales[~flushed], of_others[~flushed])
+        kept = along(jnp.where(flushed, np.nan, scales), values.shape) > 0
+        assert np.mean((values.view(np.uint8) != others.view(np.uint8)) & kept) < 1e-4
