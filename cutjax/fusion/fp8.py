@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from cutjax.fusion.jaxprs import is_literal, is_marked, opened, with_equations
 from cutjax.fusion.narrow import in_place_of
 from cutjax.fusion.report import Report
 from cutjax.ops.fp8 import Fp8DotGeneral, fp8_dot_general
-from cutjax.ops.fp8_product import ACTIVATIONS, GRADIENTS, WEIGHTS, Roles, layout_of
+from cutjax.ops.fp8_product import ACTIVATIONS, GRADIENTS, WEIGHTS, Float8, Roles, layout_of
 from cutjax.ops.ragged_dot import in_groups
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.product import Product
@@ -57,6 +58,8 @@ def quantized(jaxpr: Any, fp8: Recipes, scope: str) -> tuple[Any, list[Report], 
     eqns: list[Any] = []
     reports, wide = [], {}
     backward: set[Any] = set()  # what is made in backward passes
+    sources = _sources(opened(jaxpr).eqns)
+    read = {_source(sources, x) for x in opened(jaxpr).outvars if not is_literal(x)}  # by others, and late
     for eqn in opened(jaxpr).eqns:
         made = None
         is_backward = _is_backward(f"{scope}/{eqn.source_info.name_stack}")
@@ -67,10 +70,66 @@ def quantized(jaxpr: Any, fp8: Recipes, scope: str) -> tuple[Any, list[Report], 
             elif made is not None:
                 made, why = made
                 reports.append(Report(eqn, "float8", why))
+        if is_backward and made is None and eqn.primitive.name != "reshape":
+            read |= {_source(sources, x) for x in eqn.invars if not is_literal(x)}
         if is_backward:
             backward |= {*eqn.outvars}
         eqns += [eqn] if made is None else made
-    return (with_equations(jaxpr, eqns) if reports else jaxpr), reports, wide
+    return (with_equations(jaxpr, _in_both_orders(eqns, read)) if reports else jaxpr), reports, wide
+
+
+def _in_both_orders(eqns: list[Any], read: set[Any]) -> list[Any]:
+    """Returns the equations of a program, products of one array along either axis told so: a pass quantizes for both.
+
+    Activations only where nothing else has ``read`` them in the backward pass: what was quantized for that is then kept
+    in the place of 16 bits.
+    """
+    sources = _sources(eqns)
+    orders: dict[Any, set[bool]] = {}
+    for eqn in eqns:
+        if (product := _dense_float8(eqn)) is not None:
+            for x, role, last in _operands(eqn, product):
+                orders.setdefault(_key(sources, x, role), set()).add(last)
+    found = []
+    for eqn in eqns:
+        if (product := _dense_float8(eqn)) is not None:
+            keys = [_key(sources, x, role) for x, role, _ in _operands(eqn, product)]
+            of_a, *of_bs = (len(orders[key]) > 1 and (key[2] != ACTIVATIONS or key[0] not in read) for key in keys)
+            product = dataclasses.replace(product, both=(of_a, all(of_bs)))
+            eqn = eqn.replace(params={**eqn.params, "product": product})
+        found.append(eqn)
+    return found
+
+
+def _dense_float8(eqn: Any) -> Float8 | None:
+    """Returns the product of an equation that is a dense one in float8, in blocks."""
+    product = eqn.params.get("product")
+    dense = isinstance(product, Float8) and isinstance(product.product, Dense)
+    return product if dense and product.recipe.name == "block" else None
+
+
+def _operands(eqn: Any, product: Float8) -> list[tuple[Any, str, bool]]:
+    """Returns the factors of a product, the role of each, and whether its contracted axis is the last."""
+    factors, _ = product.unpack(eqn.invars, eqn.params["epilogue"])
+    (of_a, of_b), layout = product.roles, layout_of(product.product)
+    return [(factors.a, of_a, layout[0] == "n"), *((b, of_b, layout[1] == "t") for b in factors.bs)]
+
+
+def _sources(eqns: list[Any]) -> dict[Any, Any]:
+    """Returns for each array that is another in another shape that other."""
+    return {eqn.outvars[0]: eqn.invars[0] for eqn in eqns if eqn.primitive.name == "reshape"}
+
+
+def _source(sources: dict[Any, Any], x: Any) -> Any:
+    """Returns the variable that one is, in whatever shape."""
+    while x in sources:
+        x = sources[x]
+    return x
+
+
+def _key(sources: dict[Any, Any], x: Any, role: str) -> tuple[Any, Any, str]:
+    """Returns what operands that are quantized alike have in common: the array, as which matrix, and its role."""
+    return _source(sources, x), x.aval.shape[-2:], role
 
 
 def _made(eqn: Any, fp8: Recipes, is_backward: bool, backward: set[Any]) -> tuple[list[Any], str] | str | None:

@@ -20,7 +20,7 @@ from cutjax.binding import lowering
 from cutjax.binding.rules import match_varying
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels import choose, xla
+from cutjax.kernels import choose, quantization, xla
 from cutjax.kernels.device import Device, device_of
 from cutjax.kernels.families import fastest
 from cutjax.kernels.operand import Scale
@@ -32,6 +32,7 @@ from cutjax.primitives.factors import Factors
 from cutjax.primitives.groups import in_some_group
 from cutjax.primitives.product import Folded, Product
 from cutjax.primitives.product_rules import define_product
+from cutjax.primitives.quantization import quantize_p
 from cutjax.primitives.ragged import Depth, Rows
 from cutjax.primitives.wrapped import Wrapped
 
@@ -79,12 +80,15 @@ class Float8(Wrapped):
       roles: what a and b are.
       backend: that of its derivatives, of which each is float8 where that is predicted to be faster.
       count: of the groups that the rows have; 0 where they have none.
+      both: of a and of b, whether the program wants it contracted along its other axis too. Then a pass over it writes
+        both orders, and XLA keeps one of the equal passes that its products ask for.
     """
 
     recipe: Recipe
     roles: Roles
     backend: str
     count: int = 0
+    both: tuple[bool, bool] = (False, False)
 
     def composed(
         self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array], **params: Any
@@ -131,8 +135,12 @@ class Float8(Wrapped):
                 (in_some_group(x, sizes, m, product.leading), last)  # pyright: ignore[reportAttributeAccessIssue]
                 for x, last in rows[:of_rows]
             ]
-        roles = (self.roles[0], *(self.roles[1] for _ in factors.bs))
-        found = [quantized(x, self.recipe, role, last, turned) for (x, last), role in zip(rows, roles, strict=True)]
+        (of_a, of_b), (both_a, both_b) = self.roles, self.both
+        how = [(of_a, both_a), *((of_b, both_b) for _ in factors.bs)]
+        found = [
+            quantized(x, self.recipe, role, last, turned, both, self.backend)
+            for (x, last), (role, both) in zip(rows, how, strict=True)
+        ]
         return product, found
 
     def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
@@ -161,8 +169,21 @@ class Float8(Wrapped):
     ) -> tuple[Product, tuple[jax.Array, jax.Array], Canonical]:
         back, (x, y), precision = self.product.cotangent(i, g, other, precision)
         role = self.roles[1 - i]
-        back, x, y = self._of(back, (GRADIENTS, role) if x is g else (role, GRADIENTS), x, y)
+        first = x is g
+        back, x, y = self._of(back, (GRADIENTS, role) if first else (role, GRADIENTS), x, y)
+        if isinstance(back, Float8) and self._wants(1 - i, g, back.product.tile(x, y)):
+            back = dataclasses.replace(back, both=(first, not first))
         return back, (x, y), precision
+
+    def _wants(self, i: int, g: jax.Array, other: Any) -> bool:
+        """True if the gradient in a (i = 0) or b (1) is a product in float8, too, that contracts another axis of g."""
+        if not isinstance(self.product, Dense) or self.recipe.name != "block":
+            return False
+        given, other = (jax.ShapeDtypeStruct(x.shape, g.dtype) for x in (g, other))
+        back, (x, y), _ = self.product.cotangent(i, given, other, None)  # pyright: ignore[reportArgumentType]
+        role = self.roles[1 - i]
+        roles = (GRADIENTS, role) if x is given else (role, GRADIENTS)
+        return not why_wide(self.recipe, roles, back, 0, _shaped(x), _shaped(y), self.backend)
 
     def with_cotangent(self, g: jax.Array, other: jax.Array, of: np.dtype) -> tuple[jax.Array, jax.Array]:
         return g, other
@@ -246,10 +267,8 @@ def _why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Sh
     found = fastest(problem)
     if found is None:
         return "; ".join(choose.choose(problem).reasons)
-    passes_us = sum(
-        _quantized_us(math.prod(shape), dtype.itemsize, turned, device)
-        for (shape, dtype), turned in ((a, layout[0] == "t"), (b, layout[1] == "n"))
-    )
+    factors = (a, roles[0], layout[0] == "n"), (b, roles[1], layout[1] == "t")
+    passes_us = sum(_quantized_us(x, recipe, role, last, device) for x, role, last in factors)
     narrow_us = SLOWER * found[1]
     if narrow_us + passes_us < wide_us:
         return ""
@@ -267,9 +286,21 @@ def _aligned(product: Product, a: Shaped, b: Shaped) -> tuple[Shaped, Shaped]:
     return (of_a, a[1]), (of_b, b[1])
 
 
-def _quantized_us(size: int, itemsize: int, turned: bool, device: Device) -> float:
-    """Returns the time in which XLA quantizes so many elements, and transposes the values where they do not lie so."""
-    return 1e6 * size * (2 * itemsize + 1 + 2 * turned) / (device.bytes_per_second * PASS_BANDWIDTH)
+def _quantized_us(x: Shaped, recipe: Recipe, role: str, last: bool, device: Device) -> float:
+    """Returns the time in which an operand is quantized, and values are transposed that do not lie along k.
+
+    Of gradients, which two products want in either order, a pass that writes both counts for half.
+    """
+    (shape, dtype), both = x, role == GRADIENTS
+    if recipe.name == "block":
+        aval = jax.ShapeDtypeStruct(shape, dtype)
+        square, to = role == WEIGHTS, np.dtype(recipe.dtype(role))
+        orders = {"own": last or both, "turned": not last or both}
+        choice = quantization.choose(quantization.Problem.of(aval, to, square, device=device, **orders), "auto")
+        if choice.time_us is not None:
+            return choice.time_us / (1 + both)
+    moved = math.prod(shape) * (2 * dtype.itemsize + 1 + 2 * (not last))
+    return 1e6 * moved / (device.bytes_per_second * PASS_BANDWIDTH)
 
 
 def float8_product(
@@ -281,7 +312,15 @@ def float8_product(
     return products.multiply(found, a, b, out_dtype=np.dtype(out_dtype), precision=None, backend=backend)
 
 
-def quantized(x: jax.Array, recipe: Recipe, role: str, last: bool, turned: bool) -> Quantized:
+def quantized(
+    x: jax.Array,
+    recipe: Recipe,
+    role: str,
+    last: bool,
+    turned: bool,
+    both: bool = False,
+    backend: str = "auto",
+) -> Quantized:
     """Returns an operand quantized as a recipe says.
 
     Values are quantized as they lie and transposed afterwards, in 8 bits: weights have the same values either way, so
@@ -294,10 +333,17 @@ def quantized(x: jax.Array, recipe: Recipe, role: str, last: bool, turned: bool)
       role: what it is.
       last: whether its contracted axis is the last.
       turned: whether that is to be the last.
+      both: whether one pass is to write what another product wants too, which contracts the other axis.
+      backend: of that pass.
     """
     block = recipe.block(role)
     sizes = x.shape[-2:] if last else x.shape[:-3:-1]
     pads = [_padded(size, step) - size for size, step in zip(sizes, block, strict=True)]
+    if recipe.name == "block" and (last or turned) and not any(x.shape[i] % BLOCK for i in (-2, -1)):
+        orders = {"own": last or both, "turned": not last or both}
+        how = {"dtype": np.dtype(recipe.dtype(role)), "square": role == WEIGHTS, "backend": backend}
+        found = quantize_p.bind(x, **how, **orders)
+        return Quantized(*(found[:2] if last else found[-2:]))
     if any(pads):
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 2) + [(0, p, 0) for p in _turned(pads, last)])
     q = quantize(x, recipe.dtype(role), block=_turned(block, last))

@@ -1,4 +1,4 @@
-"""The kernel that quantizes in one pass, run on the CPU: cutjax.quantize bit for bit, but for the quotients of XLA there."""
+"""The kernel that quantizes in one pass, run on the CPU: bit for bit as XLA has cutjax.quantize on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = {
 
 
 def numbers(shape, dtype):
-    """Of many magnitudes, with blocks of zeros, numbers that are not finite, and the greatest and least of the dtype."""
+    """Of many magnitudes, with blocks of zeros, numbers that are not finite, the greatest and the least."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal(shape) * np.exp(4 * rng.standard_normal((*shape[:-1], 1)))
     x[..., :8, :128] = 0
