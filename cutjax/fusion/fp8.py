@@ -128,7 +128,7 @@ def _source(sources: dict[Any, Any], x: Any) -> Any:
 
 
 def _key(sources: dict[Any, Any], x: Any, role: str) -> tuple[Any, Any, str]:
-    """Returns what operands that are quantized alike have in common: the array, as which matrix, and its role."""
+    """Returns the array of an operand, as which matrix it is multiplied, and its role: by these it is quantized."""
     return _source(sources, x), x.aval.shape[-2:], role
 
 

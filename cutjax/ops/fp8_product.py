@@ -128,6 +128,7 @@ class Float8(Wrapped):
             product, turned = Rows(product.leading, "nt"), True
         else:
             turned = False
+        of_rows = 0
         if factors.context:  # what lies in rows of no group reaches no scale
             (sizes,), m = factors.context, factors.a.shape[-2]
             of_rows = 1 + (len(rows) - 1) * isinstance(product, Depth)
@@ -138,8 +139,9 @@ class Float8(Wrapped):
         (of_a, of_b), (both_a, both_b) = self.roles, self.both
         how = [(of_a, both_a), *((of_b, both_b) for _ in factors.bs)]
         found = [
-            quantized(x, self.recipe, role, last, turned, both, self.backend)
-            for (x, last), (role, both) in zip(rows, how, strict=True)
+            # What XLA clears for it, XLA quantizes in the same fusions.
+            quantized(x, self.recipe, role, last, turned, both, "xla" if i < of_rows else self.backend)
+            for i, ((x, last), (role, both)) in enumerate(zip(rows, how, strict=True))
         ]
         return product, found
 
@@ -171,18 +173,17 @@ class Float8(Wrapped):
         role = self.roles[1 - i]
         first = x is g
         back, x, y = self._of(back, (GRADIENTS, role) if first else (role, GRADIENTS), x, y)
-        if isinstance(back, Float8) and self._wants(1 - i, g, back.product.tile(x, y)):
-            back = dataclasses.replace(back, both=(first, not first))
+        if isinstance(back, Float8) and isinstance(back.product, Dense) and self.recipe.name == "block":
+            gradient = back.product.tile(jax.typeof(x), jax.typeof(y))
+            if self._wants(1 - i, jax.typeof(g), gradient):
+                back = dataclasses.replace(back, both=(first, not first))
         return back, (x, y), precision
 
-    def _wants(self, i: int, g: jax.Array, other: Any) -> bool:
-        """True if the gradient in a (i = 0) or b (1) is a product in float8, too, that contracts another axis of g."""
-        if not isinstance(self.product, Dense) or self.recipe.name != "block":
-            return False
-        given, other = (jax.ShapeDtypeStruct(x.shape, g.dtype) for x in (g, other))
-        back, (x, y), _ = self.product.cotangent(i, given, other, None)  # pyright: ignore[reportArgumentType]
+    def _wants(self, i: int, g: Any, other: Any) -> bool:
+        """True if the gradient in a (i = 0) or b (1) is a product in float8, too: along another axis of g."""
+        back, (x, y), _ = self.product.cotangent(i, g, other, None)
         role = self.roles[1 - i]
-        roles = (GRADIENTS, role) if x is given else (role, GRADIENTS)
+        roles = (GRADIENTS, role) if x is g else (role, GRADIENTS)
         return not why_wide(self.recipe, roles, back, 0, _shaped(x), _shaped(y), self.backend)
 
     def with_cotangent(self, g: jax.Array, other: jax.Array, of: np.dtype) -> tuple[jax.Array, jax.Array]:
@@ -268,7 +269,10 @@ def _why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Sh
     if found is None:
         return "; ".join(choose.choose(problem).reasons)
     factors = (a, roles[0], layout[0] == "n"), (b, roles[1], layout[1] == "t")
-    passes_us = sum(_quantized_us(x, recipe, role, last, device) for x, role, last in factors)
+    cleared = 0 if not groups else 2 if isinstance(product, Depth) else 1  # of what lies in rows of no group
+    passes_us = sum(
+        _quantized_us(x, recipe, role, last, i < cleared, device) for i, (x, role, last) in enumerate(factors)
+    )
     narrow_us = SLOWER * found[1]
     if narrow_us + passes_us < wide_us:
         return ""
@@ -286,13 +290,13 @@ def _aligned(product: Product, a: Shaped, b: Shaped) -> tuple[Shaped, Shaped]:
     return (of_a, a[1]), (of_b, b[1])
 
 
-def _quantized_us(x: Shaped, recipe: Recipe, role: str, last: bool, device: Device) -> float:
+def _quantized_us(x: Shaped, recipe: Recipe, role: str, last: bool, by_xla: bool, device: Device) -> float:
     """Returns the time in which an operand is quantized, and values are transposed that do not lie along k.
 
     Of gradients, which two products want in either order, a pass that writes both counts for half.
     """
     (shape, dtype), both = x, role == GRADIENTS
-    if recipe.name == "block":
+    if recipe.name == "block" and not by_xla:
         aval = jax.ShapeDtypeStruct(shape, dtype)
         square, to = role == WEIGHTS, np.dtype(recipe.dtype(role))
         orders = {"own": last or both, "turned": not last or both}

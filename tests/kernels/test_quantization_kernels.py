@@ -1,0 +1,162 @@
+"""The kernel that quantizes in one pass: that it compiles without spills, what it refuses, and who takes it."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cutjax
+from cutjax.binding import lowering
+from cutjax.kernels import quantization
+from cutjax.kernels.device import device_of, reference
+from cutjax.ops import fp8_product
+from cutjax.primitives.quantization import quantize_p
+from cutjax.runtime import compiler
+
+needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
+BF16 = jnp.bfloat16
+H200 = lowering.Target("sm_90a", "NVIDIA H200", 132)
+
+
+def problem(shape, dtype="bfloat16", to="float8_e4m3fn", square=False, own=True, turned=True, device=None):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return quantization.Problem.of(x, to, square, own, turned, device or reference("sm_90a"))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """As where the kernel was timed on a device."""
+    monkeypatch.setattr(quantization, "TAKEN", True)
+    for cache in (quantization.choose, fp8_product._why_wide):
+        cache.cache_clear()
+    yield
+    for cache in (quantization.choose, fp8_product._why_wide):
+        cache.cache_clear()
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
+def test_kernels_compile_without_spills(arch):
+    for dtype, square, (own, turned) in itertools.product(
+        quantization.FLOATS, (False, True), ((True, False), (False, True), (True, True))
+    ):
+        kernel = quantization.Kernel(problem((256, 128), dtype, "float8_e4m3fn", square, own, turned))
+        cubin = compiler.compile_source(kernel.entry.source, name=kernel.name, arch=arch)
+        assert "warning" not in cubin.log
+        assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0), kernel.name
+        blocks = 2 if dtype == "float32" else 3 if own and turned else 4
+        assert blocks * cubin.resources.registers * quantization.THREADS <= 65536, kernel.name
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (problem((256, 128), device=reference("sm_80")), "sm_80: float8 is converted to from sm_89 on"),
+        (problem((256, 128), "float64"), "float64 to float8_e4m3fn: the kernel reads bf16, f16, f32"),
+        (problem((256, 128), to="int8"), "bfloat16 to int8"),
+        (problem((200, 128)), "200 x 128: the kernel has tiles of 128 x 128"),
+        (problem((256, 72)), "256 x 72"),
+        (problem((0, 128)), "a size is 0"),
+        (problem((2**17, 2**17, 2**12)), "tiles of up to"),
+    ],
+)
+def test_refusals(asked, why):
+    found = quantization.choose(asked, "cuda")
+    assert found.resolved is None
+    assert why in "; ".join(found.reasons)
+
+
+def test_who_takes_it():
+    """No one before it was timed on a device, but who asks for kernels; and then XLA is no error elsewhere."""
+    asked = problem((8192, 4096))
+    assert quantization.choose(asked, "auto").resolved is None
+    found = quantization.choose(asked, "cuda")
+    assert found.kernel == "quantize_bf16_f8_e4m3fn_1x128_own_turned"
+    assert found.time_us is not None
+    assert found.time_us < asked.xla_us
+    assert quantize_p in lowering.optional <= set(lowering.choosers)
+
+
+def test_batches():
+    """Matrices of a batch, by vmap or not, are quantized each by itself."""
+    x = jax.random.normal(jax.random.key(0), (2, 128, 256), BF16)
+    how = {"dtype": np.dtype("float8_e4m3fn"), "square": True, "own": True, "turned": True, "backend": "auto"}
+
+    @jax.jit
+    def all_of(x):
+        each = jax.tree.map(lambda *y: jnp.stack(y), *(quantize_p.bind(y, **how) for y in x))
+        return each, jax.vmap(lambda y: quantize_p.bind(y, **how))(x), quantize_p.bind(x, **how)
+
+    each, mapped, whole = all_of(x)
+    for a, b, c in zip(each, mapped, whole, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+    assert [y.shape for y in whole] == [(2, 128, 256), (2, 1, 2), (2, 256, 128), (2, 2, 1)]
+
+
+def loss(params, x):
+    h = jax.nn.silu(x @ params["up"]) * (x @ params["gate"])
+    return (h @ params["down"]).astype(jnp.float32).var()
+
+
+def passes(fn, *args):
+    """The kernels that quantize, with how often each is asked for."""
+    with cutjax.use_backend("cuda"):
+        rows = cutjax.explain(fn, platform="cuda")(*args).rows
+    found = {}
+    for row in rows:
+        if row.kernel.startswith("quantize_"):
+            key = (
+                row.kernel.removeprefix("quantize_bf16_f8_e4m3fn_"),
+                str(row.choice.problem).split("[")[1].split("]")[0],
+            )
+            found[key] = found.get(key, 0) + row.count
+    return found
+
+
+def test_one_pass_for_all_that_a_step_wants():
+    """Each product asks for what all of its operand's want, so that calls of one array are equal."""
+    shapes = {"up": (512, 1024), "gate": (512, 1024), "down": (1024, 512)}
+    params = {name: jax.ShapeDtypeStruct(shape, BF16) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((256, 512), BF16)
+    always = cutjax.fp8_dot_general("block", policy="always")
+    step = cutjax.fuse(jax.value_and_grad(loss, (0, 1)), fp8=always)
+    assert passes(step, params, x) == {
+        ("1x128_own_turned", "256,512"): 4 + 2,  # x: twice forwards, and for both gradients of weights; dy
+        ("1x128_own_turned", "256,1024"): 2 + 4,  # the hidden activations; gradients of both before
+        ("128x128_own_turned", "512,1024"): 4,
+        ("128x128_own_turned", "1024,512"): 2,
+    }
+
+
+def test_activations_that_something_else_keeps():
+    """They stay in 16 bits for that, so what is quantized along rows is made where it is multiplied."""
+    always = cutjax.fp8_dot_general("block", policy="always")
+    x, w = jax.ShapeDtypeStruct((256, 512), BF16), jax.ShapeDtypeStruct((512, 512), BF16)
+
+    def other(params, x):
+        w, v = params
+        x = jnp.sin(x)
+        return ((x @ w) * (x * v)).astype(jnp.float32).sum()
+
+    step = cutjax.fuse(jax.value_and_grad(other), fp8=always)
+    assert passes(step, (w, jax.ShapeDtypeStruct((512,), BF16)), x) == {
+        ("1x128_own", "256,512"): 1,
+        ("1x128_turned", "256,512"): 2,  # and of the gradient: that of x is not asked for
+        ("128x128_turned", "512,512"): 1,
+    }
+
+
+def test_the_price_of_a_product(taken):
+    """With the kernel weight gradients of Llama's layers are predicted to be faster in float8."""
+    recipe = fp8_product.Recipe("block", "float8_e4m3fn", "auto")
+    roles = fp8_product.ACTIVATIONS, fp8_product.GRADIENTS
+    a, b = ((8192, 4096), jnp.dtype(BF16)), ((8192, 14336), jnp.dtype(BF16))
+    product = fp8_product.Dense("tn")
+    assert not fp8_product._why_wide(recipe, roles, product, 0, a, b, device_of(H200))
+    few = tuple(((256, shape[1]), dtype) for shape, dtype in (a, b))
+    assert "that quantize" in fp8_product._why_wide(recipe, roles, product, 0, *few, device_of(H200))
