@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from cutjax.binding import walk
+from cutjax.binding import ahead, walk
 from cutjax.epilogue.jaxpr import bind_equation
 from cutjax.fusion.fp8 import Recipes, recipe_of
 from cutjax.fusion.inline import without_idle
@@ -182,6 +182,7 @@ def fuse(
             rewriter = Rewriter(policy, fp8)
             program = rewriter.rewrite(without_idle(eqn.params["jaxpr"], {}), tuple(x in own for x in eqn.invars))
             walk.annotate(program, tuple(rewriter.reports))
+            ahead.compile_kernels(program)
             tell(rewriter.reports)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": program})
             env.update(zip(eqn.outvars, bind_equation(eqn, [env[x] for x in eqn.invars]), strict=True))
@@ -205,6 +206,7 @@ def fuse(
             # Found again by `run`, with less on the stack here: JAX keeps that of each operation, which takes longest.
             with _naming(name):
                 original.trace(static, tree, *(x for x, y in zip(leaves, static, strict=True) if isinstance(y, bool)))
-        return jitted(donated, kept, static, tree)
+        with ahead.called_with(leaves):
+            return jitted(donated, kept, static, tree)
 
     return fused
