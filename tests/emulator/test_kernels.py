@@ -56,6 +56,15 @@ CASES = {
         Item("f16", "dense", "nt", 1400, 40, 24, "sums"),
         Config(64, 64, 64, 3, schedule="pingpong", swap=True),
     ),
+    "one of two tiles of a stays, swapped": (
+        Item("bf16", "dense", "nn", 1400, 128, 72, "sums"),
+        Config(64, 64, 64, 4, schedule="pingpong", swap=True),
+    ),
+    "three tiles of b, which blocks take in turn": (
+        Item("bf16", "dense", "nn", 1400, 176, 24),
+        Config(64, 64, 64, 3, raster=-3),
+    ),
+    "two of b": (Item("bf16", "dense", "nt", 1400, 104, 136), Config(64, 64, 64, 3, raster=-2)),
     "sums of whole tiles": (Item("bf16", "dense", "nn", 128, 192, 72, "sums"), Config(64, 64, 64, 3)),
     "sums of whole columns": (
         Item("bf16", "dense", "nn", 72, 192, 16, "sums"),

@@ -16,6 +16,7 @@ import numpy as np
 from cutjax.kernels import staging
 from cutjax.kernels.columns import ceil, each, maximum, minimum, some
 from cutjax.kernels.device import Device, reference
+from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import decode, prologue, scales, windows
@@ -31,6 +32,10 @@ FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from ther
 # Of a change of a k block beside its instructions, one after the other: the end of a wait, a load, a store, a fence, a
 # barrier and the first wgmma. Some 200 cycles, counted and not measured. It adds up with multiplying as decoding does.
 CHANGE_US = 0.114
+# A line of L2 serves so many requests a microsecond: a thin operand of a long product is a few lines, which every tile
+# asks for. 3211264 x 16 x 32 took 262 us, and 100 once b stayed in shared memory, 173 where two blocks shared what they
+# loaded; 3211264 x 96 x 16 295, and 204; 802816 x 144 x 24 139, and 106.
+REQUESTS_PER_US = 625.0
 # How many times as long as of 2 bytes the bytes of results of 4 take: the scores in float32 that attention has, 4.3 and
 # 0.5 GB of them, beside those in bfloat16. Their parts, where k is divided, were fitted as they are.
 WIDE = 1.25
@@ -44,6 +49,7 @@ class Features(NamedTuple):
       flop_us: flops a microsecond of one SM.
       speed: bandwidth of memory, over that of the device fitted on.
       sms: of the device.
+      asked_for: how often each line of an operand is asked for, of both, unless shared memory keeps it.
       items, in_flight: cluster tiles, and how many run at one time.
       resident: blocks on an SM.
       multicasts: the cluster is one that multicasts.
@@ -78,6 +84,7 @@ class Features(NamedTuple):
     flop_us: Any
     speed: Any
     sms: Any
+    asked_for: Any
     items: Any
     in_flight: Any
     resident: Any
@@ -131,7 +138,7 @@ PAIRLESS = 1.6
 
 def features(kernel: Resolved, device: Device) -> Features:
     """Returns the features of a kernel, or columns of those of many: the inputs of the model."""
-    return Features(**_of_kernel(kernel, device), **_of_both(kernel), **_of_config(kernel, device))
+    return Features(**_of_kernel(kernel, device), **_of_both(kernel, device), **_of_config(kernel, device))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,7 +173,7 @@ def joined(kernels: Sequence[Resolved], fixed: Sequence[Fixed], device: Device) 
     counts, problems = [x.columns.shape[1] for x in fixed], [_of_kernel(kernel, device) for kernel in kernels]
     found: dict[str, Any] = dict(zip(fixed[0].names, np.hstack([x.columns for x in fixed]), strict=True))
     found |= {name: x for name, x in fixed[0].same.items() if all(other.same.get(name) == x for other in fixed)}
-    both = [_of_both(kernel) for kernel in kernels]
+    both = [_of_both(kernel, device) for kernel in kernels]
     found |= {name: np.concatenate([x[name] for x in both], dtype=float) for name in both[0]}
     of_problems = spread([tuple(x.values()) for x in problems], counts)
     return Features(**found, **dict(zip(problems[0], of_problems, strict=True)))
@@ -179,11 +186,30 @@ def spread(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[Any]:
     return [float(row[0]) if same else column for row, column, same in zip(table, columns, alike.tolist(), strict=True)]
 
 
-def _of_both(kernel: Resolved) -> dict[str, Any]:
+def _of_both(kernel: Resolved, device: Device) -> dict[str, Any]:
     """Returns the features that depend on a config and on sizes."""
     c = kernel.config
     items = kernel.rows * _columns(kernel) * (kernel.multiplied.batch_size * kernel.matrices) * c.splits
-    return {"items": items, "k_blocks": ceil(kernel.k_blocks / c.parts), "splits": c.splits}
+    found = {"items": items, "k_blocks": ceil(kernel.k_blocks / c.parts), "splits": c.splits}
+    return found | {"asked_for": _asked_for(kernel, device)}
+
+
+def _asked_for(kernel: Resolved, device: Device) -> Any:
+    """Returns how often each line of memory of an operand is asked for, of both, where tiles share these."""
+    p = kernel.multiplied
+    if p.batch or p.groups or p.a.view:
+        return 0 * kernel.columns
+
+    def requests(operand: Operand, rows: int) -> float:  # for a line, of a row that is asked for by parts of lines
+        row = operand.bytes(p.k if operand.contiguous == "k" else rows)
+        return -(-row // 128) * 128 / max(row, 1)
+
+    # A block goes on with the same rows of an operand if their tiles divide those in flight.
+    at_once = maximum(1, each(device.clusters_at_once, kernel.config.cluster) * kernel.blocks_per_sm)
+    keeps_a, keeps_b = kernel.stays
+    keeps_a, keeps_b = keeps_a & (at_once % kernel.rows == 0), keeps_b & (at_once % kernel.columns == 0)
+    of_a = (1 - keeps_a) * kernel.columns * requests(p.a, p.m)
+    return of_a + (1 - keeps_b) * kernel.rows * requests(p.bs[0], p.n)
 
 
 def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
@@ -301,7 +327,9 @@ def _instructions(p: Problem, staged: staging.Staging) -> float:
     wide = lambda array: np.dtype(array.dtype).itemsize / 2  # noqa: E731
     loaded = sum(wide(spec) for spec in epilogue.operands if spec.row and spec.col)
     stored = sum(wide(out) for out in epilogue.outputs if not out.axes)
-    return (1 + computed + 5 * loaded + 3 * max(stored - 1, 0)) / p.products
+    # Sums along a row are of what registers hold: with two of them 3211264 x 96 x 16 took 214 us, and 207 without.
+    along = 2.25 * sum(out.axes == ("col",) for out in epilogue.outputs)
+    return max(0.5, 1 + computed - along + 5 * loaded + 3 * max(stored - 1, 0)) / p.products
 
 
 class Costs(NamedTuple):
@@ -389,7 +417,7 @@ def costs(f: Features, c: Constants) -> Costs:
     memory = (reads + writes + f.stream * c.apart * streamed * all_loaded / 4.3) / (1e6 * f.speed)
     l2 = all_loaded / (c.l2 * 1e3)
     us = (compute**c.power + memory**c.power + l2**c.power) ** (1 / c.power)
-    us = c.launch + us * (1 + c.few_rows * f.few_rows)
+    us = c.launch + us * (1 + c.few_rows * f.few_rows) + maximum(0.0, f.asked_for - 1000) / REQUESTS_PER_US
     added = (f.splits > 1) * (c.sum + (f.splits * f.result + f.asked) / (c.summed * 1e6 * f.speed))
     copied = f.copied / (COPIED_BYTES_PER_US * f.speed) + f.copies  # each in a launch of its own
     whole = us + added + copied

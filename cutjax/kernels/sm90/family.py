@@ -21,7 +21,7 @@ from cutjax.kernels.sm90.config import Config, Configs, Some
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.kernel import resolve
 from cutjax.kernels.sm90.phases import parts
-from cutjax.kernels.sm90.resolved import cluster_tile
+from cutjax.kernels.sm90.resolved import FEW, LONG, cluster_tile
 
 __all__ = ["Config", "competes", "configs", "name", "prices", "reasons", "resolve", "stores_in_order"]
 
@@ -75,6 +75,7 @@ FURTHEST = (1 + residual.MOST) / (1 - residual.MOST) * (1 + 2 * NEAR)
 # cubed took 0.991, 8192 x 14336 x 4096 the same, scores in float32 of 4.3 GB 0.92; of b 0.993 and 0.996, of both as of
 # results. An up-convolution's gradient took 1.03, so windows are left as they are.
 STREAMED = "d"
+SHALLOW = 512  # a contraction that stages may hold whole
 
 # A pipeline depends on whether k is at most so many of the shallower stages; on the last two beside operands.
 _DEPTHS = 1, 2, 4, 32, 64
@@ -341,6 +342,9 @@ def _streamed(problem: Problem) -> str:
 def _raster(problem: Problem, config: Any) -> int:
     """Returns the width of a band of cluster tiles; narrow where bands end at the diagonal, having fewer columns."""
     height, width = cluster_tile(config)
-    rows, _ = problem.tiles(height, width)
+    rows, columns = problem.tiles(height, width)
+    alone = not (problem.groups or problem.symmetric or problem.batch or problem.a.view)
+    if alone and 1 < columns <= FEW and rows >= LONG and problem.k <= SHALLOW:
+        return -columns  # row by row, so that a block goes on with the same columns of b, which stay in shared memory
     at_once = problem.device.sms / (config.cluster_m * config.cluster_n)
     return band(rows, at_once, height, width, 1.0 if problem.symmetric else 1.4)

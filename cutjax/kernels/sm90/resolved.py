@@ -13,6 +13,10 @@ from cutjax.kernels.sm90.config import Sizes, Sums
 from cutjax.kernels.sm90.phases import Phases
 from cutjax.kernels.sums import blocks
 
+FEW, LONG = (
+    4,
+    16,
+)  # cluster tiles along an axis of an operand that shared memory keeps, at most; along the other, at least
 DEEP = 8192  # a contraction, of which blocks take tiles as they come to them: the counter cost nothing at 14336
 
 
@@ -79,6 +83,22 @@ class Resolved(base.Resolved):
         """Stages that a tile of the whole contraction takes; of phases, on average."""
         depth = self.config.depth(self.multiplied)
         return each(self._mean_pieces, depth) if self.phases else blocks(self.multiplied, depth) * len(self.way.pairs)
+
+    @property
+    def stays(self) -> tuple[Any, Any]:
+        """True for a, and for b, where shared memory keeps it while tiles follow each other along the other axis.
+
+        A stage has always the same k block then. Thin products of many rows are what this is for: their tiles would all
+        read few lines of L2, which cannot serve them at the rate of memory.
+        """
+        p, c = self.multiplied, self.config
+        plain = not any(x.view or x.scale or x.prologue for x in (p.a, *p.bs)) and len(self.way.pairs) == 1
+        if not plain or p.batch or p.groups or p.symmetric or self.phases:
+            return False, False
+        alike = (c.parts == 1) & (c.stream_k == 0) & (c.sliced == 0) & (c.stages % self.k_blocks == 0)
+        rows, columns = self.rows, self.columns
+        of_a, of_b = (rows <= FEW) & (columns >= LONG), (columns <= FEW) & (rows >= LONG)
+        return alike & of_a, alike & of_b
 
     def _mean_pieces(self, depth: int) -> int:
         p = self.multiplied

@@ -11,7 +11,7 @@ from cutjax.kernels.joined import Joined
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import decode, operands, prologue, scales, windows
-from cutjax.kernels.sm90.resolved import Resolved, cluster_tile
+from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.kernels.sums import summands
 from cutjax.kernels.wgmma import wgmma
 from cutjax.runtime import sources
@@ -22,7 +22,6 @@ REGISTERS, OF_SLICES, OF_SCALES, OF_ROWS = (40, 232), (32, 112), (56, 224), (72,
 # Accumulators beside which threads stage pairs of 4 bytes element by element, in an order in which all banks are served
 # at once; as pairs, those of two rows meet in a bank. More leave too few registers for its addresses. -1: never.
 TURNS_BESIDE = 128
-LONG = 16  # tiles along the other axis, from which on a kernel may differ by its sizes so that an operand stays
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
@@ -40,7 +39,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         producer, consumer = OF_ROWS
     # Of other epilogues the text is the same whatever the sizes are, so that a kernel is compiled once.
     whole = bool(kernel.staging.reductions) and kernel.phases is None and not problem.symmetric
-    stays, tiles = _stays(kernel), problem.tiles(*cluster_tile(config))
+    a_stays, b_stays = kernel.stays
     constants = {
         "BM": config.bm,
         "BN": config.bn,
@@ -77,8 +76,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "B_K_MAJOR": b_k_major,
         "A_CHUNK": of_windows or (config.decoded_chunk(problem) if decoded else problem.a.elements(128)),
         "B_CHUNK": of_windows if taps and b_k_major else config.chunk(problem.bs[0], problem.beside[1]),
-        "A_STAYS": stays and tiles[0] == 1 and tiles[1] >= LONG,
-        "B_STAYS": stays and tiles[1] == 1 and tiles[0] >= LONG,
+        "A_STAYS": a_stays,
+        "B_STAYS": b_stays,
         "STREAM_K": config.stream_k,
         "GROUPED": bool(problem.groups),
         "RAGGED_M": problem.divided == "m",
@@ -163,19 +162,6 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/gemm.cuh",
         ],
     )
-
-
-def _stays(kernel: Resolved) -> bool:
-    """True if an operand of which there is one tile's width stays in shared memory: a stage has always the same of it.
-
-    Thin products of many rows are what this is for: their tiles would all read one small matrix, from few lines of L2.
-    """
-    problem, config = kernel.multiplied, kernel.config
-    plain = not any(x.view or x.scale or x.prologue for x in (problem.a, *problem.bs))
-    one = not (problem.batch or problem.groups or problem.symmetric) and len(kernel.way.pairs) == 1
-    parts = config.splits > 1 or config.cluster_k > 1 or config.stream_k or config.sliced
-    blocks = -(-problem.k // config.depth(problem))
-    return one and plain and not parts and config.stages % blocks == 0
 
 
 def _accumulators(kernel: Resolved) -> int:

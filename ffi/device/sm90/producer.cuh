@@ -19,14 +19,17 @@ using SourceB = ViewB::Source<TERMS * B_MATRICES>;
 DEVICE int term_of_a(int pair) { return PAIRS_OF_A >> 2 * pair & 3; }
 DEVICE int term_of_b(int pair) { return PAIRS_OF_B >> 2 * pair & 3; }
 
-// Loads all k blocks of a tile. What else of a tile than its group's rows is loaded ends in rows not stored. Of an
-// operand that STAYS every tile has the same k blocks, a stage always the same of them: once each is filled, it has
-// them, and they are not loaded again.
+// Loads all k blocks of a tile. What else of a tile than its group's rows is loaded ends in rows not stored.
+//
+// Tiles have as many k blocks as stages are a multiple of where an operand STAYS: a stage gets always the same of them,
+// and is not filled with what it has, where tiles follow each other along the other axis.
 DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, const SourceB& source_b, const Work& work,
                  int m, int matrix_a, int matrix_b, u32 rank_m, u32 rank_n) {
   LoaderA a;
   LoaderB b;
   Walk walk(source_a, work);
+  if (A_STAYS && work.m != pipe.m) pipe.m = work.m, pipe.filled_a = 0;
+  if (B_STAYS && work.n != pipe.n) pipe.n = work.n, pipe.filled_b = 0;
   a.begin(source_a, work.m, RAGGED_M ? min(m, work.m + work.rows) : m, rank_n);
 #pragma unroll 1
   for (int pair = 0; pair < PAIRS; ++pair) {
@@ -35,7 +38,7 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
 #pragma unroll 1  // unrolled, it needs more registers than a producer has
     for (int i = 0; i < work.k_blocks; ++i) {
       mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
-      const bool has_a = A_STAYS && pipe.filled >= STAGES, has_b = B_STAYS && pipe.filled >= STAGES;
+      const bool has_a = A_STAYS && pipe.filled_a >= STAGES, has_b = B_STAYS && pipe.filled_b >= STAGES;
       if ((PRODUCERS == 32 || uniform(threadIdx.x / 32) == 0) && elect()) {
         u32 there = (has_a ? LoaderA::TMA_BYTES : 0) + (has_b ? LoaderB::TMA_BYTES : 0);
         mbarrier_arrive_expect_tx(pipe.full_barrier(), TMA_BYTES - there);
@@ -46,7 +49,7 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
         for (int p = 0; p < B_MATRICES && !has_b; ++p)
           b.issue(source_b, term_b, p, shared.b(pipe.stage), pipe.full_barrier(), work.n, walk, matrix_b, rank_m);
       }
-      if constexpr (A_STAYS || B_STAYS) ++pipe.filled;
+      pipe.filled_a += A_STAYS, pipe.filled_b += B_STAYS;
       __syncwarp();
       a.copy(source_a, shared.a(pipe.stage), pipe.full_barrier(), walk.k);
       walk.next();

@@ -36,7 +36,8 @@ struct Pipeline {
   u32 full, empty;  // addresses of the first barriers
   int stage;
   u32 phase;
-  int filled = 0;  // stages, by the producer
+  int filled_a = 0, filled_b = 0;  // how many stages in a row, by the producer, with the rows of a from m on, and of b
+  int m = -1, n = -1;
 
   DEVICE u32 full_barrier() const { return full + stage * 8; }
   DEVICE u32 empty_barrier() const { return empty_barrier(stage); }
