@@ -62,7 +62,7 @@ CASES = {
     ),
     "three tiles of b, which blocks take in turn": (
         Item("bf16", "dense", "nn", 1400, 176, 24),
-        Config(64, 64, 64, 3, raster=-3),
+        Config(64, 64, 64, 4, raster=-3),
     ),
     "two of b": (Item("bf16", "dense", "nt", 1400, 104, 136), Config(64, 64, 64, 3, raster=-2)),
     "sums of whole tiles": (Item("bf16", "dense", "nn", 128, 192, 72, "sums"), Config(64, 64, 64, 3)),
