@@ -36,6 +36,9 @@ CHANGE_US = 0.114
 # asks for. 3211264 x 16 x 32 took 262 us, and 100 once b stayed in shared memory, 173 where two blocks shared what they
 # loaded; 3211264 x 96 x 16 295, and 204; 802816 x 144 x 24 139, and 106.
 REQUESTS_PER_US = 625.0
+# Rows that are shorter than a line take requests of their own, so many an SM and microsecond: 802816 x 144 x 24 took
+# 138 us where each of three tiles along m loaded its rows of b, and 84 where a pair of blocks shared them.
+PARTS_PER_US = 800.0
 # How many times as long as of 2 bytes the bytes of results of 4 take: the scores in float32 that attention has, 4.3 and
 # 0.5 GB of them, beside those in bfloat16. Their parts, where k is divided, were fitted as they are.
 WIDE = 1.25
@@ -50,6 +53,7 @@ class Features(NamedTuple):
       speed: bandwidth of memory, over that of the device fitted on.
       sms: of the device.
       asked_for: how often each line of an operand is asked for, of both, unless shared memory keeps it.
+      partial: how many parts of lines are asked for again, of rows of k that are shorter than one.
       items, in_flight: cluster tiles, and how many run at one time.
       resident: blocks on an SM.
       multicasts: the cluster is one that multicasts.
@@ -85,6 +89,7 @@ class Features(NamedTuple):
     speed: Any
     sms: Any
     asked_for: Any
+    partial: Any
     items: Any
     in_flight: Any
     resident: Any
@@ -191,7 +196,7 @@ def _of_both(kernel: Resolved, device: Device) -> dict[str, Any]:
     c = kernel.config
     items = kernel.rows * _columns(kernel) * (kernel.multiplied.batch_size * kernel.matrices) * c.splits
     found = {"items": items, "k_blocks": ceil(kernel.k_blocks / c.parts), "splits": c.splits}
-    return found | {"asked_for": _asked_for(kernel, device)}
+    return found | {"asked_for": _asked_for(kernel, device), "partial": _partial(kernel)}
 
 
 def _asked_for(kernel: Resolved, device: Device) -> Any:
@@ -247,6 +252,16 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
         "ragged": (c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 != 0,
         "swap": c.swap,
     }
+
+
+def _partial(kernel: Resolved) -> Any:
+    """Returns how many parts of lines tiles ask for again, of operands whose rows of k are shorter than a line."""
+    p, found = kernel.multiplied, 0 * kernel.rows
+    for operand, size, times in ((p.a, p.m, kernel.columns), (p.bs[0], p.n, kernel.rows)):
+        row = operand.bytes(p.k)
+        if operand.contiguous == "k" and 0 < row < 128 and not operand.view:
+            found = found + p.batch_size * size * (times - 1) * 128 / row
+    return found
 
 
 def _columns(kernel: Resolved) -> Any:
@@ -415,7 +430,7 @@ def costs(f: Features, c: Constants) -> Costs:
     writes = writes * (1 + (WIDE - 1) * f.wide * (f.splits == 1))
     streamed = (waves - maximum(waves // 1 - 1, 0.0)) / waves  # the part of the tiles
     memory = (reads + writes + f.stream * c.apart * streamed * all_loaded / 4.3) / (1e6 * f.speed)
-    l2 = all_loaded / (c.l2 * 1e3)
+    l2 = all_loaded / (c.l2 * 1e3) + f.partial / f.sms / PARTS_PER_US
     us = (compute**c.power + memory**c.power + l2**c.power) ** (1 / c.power)
     us = c.launch + us * (1 + c.few_rows * f.few_rows) + maximum(0.0, f.asked_for - 1000) / REQUESTS_PER_US
     added = (f.splits > 1) * (c.sum + (f.splits * f.result + f.asked) / (c.summed * 1e6 * f.speed))
