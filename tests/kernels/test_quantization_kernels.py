@@ -27,17 +27,6 @@ def problem(shape, dtype="bfloat16", to="float8_e4m3fn", square=False, own=True,
     return quantization.Problem.of(x, to, square, own, turned, device or reference("sm_90a"))
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    """As where the kernel was timed on a device."""
-    monkeypatch.setattr(quantization, "TAKEN", True)
-    for cache in (quantization.choose, fp8_product._why_wide):
-        cache.cache_clear()
-    yield
-    for cache in (quantization.choose, fp8_product._why_wide):
-        cache.cache_clear()
-
-
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_kernels_compile_without_spills(arch):
@@ -71,14 +60,31 @@ def test_refusals(asked, why):
 
 
 def test_who_takes_it():
-    """No one before it was timed on a device, but who asks for kernels; and then XLA is no error elsewhere."""
+    """All whose blocks divide; and where no kernel serves, XLA is no error under "cuda" either."""
     asked = problem((8192, 4096))
-    assert quantization.choose(asked, "auto").resolved is None
-    found = quantization.choose(asked, "cuda")
+    found = quantization.choose(asked, "auto")
     assert found.kernel == "quantize_bf16_f8_e4m3fn_1x128_own_turned"
     assert found.time_us is not None
     assert found.time_us < asked.xla_us
     assert quantize_p in lowering.optional <= set(lowering.choosers)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "square", "orders", "us"),
+    [
+        (8192, 14336, False, (True, True), 137.2),
+        (8192, 14336, False, (True, False), 85.1),
+        (8192, 14336, False, (False, True), 90.4),
+        (8192, 4096, False, (True, True), 38.8),
+        (8192, 4096, False, (True, False), 25.1),
+        (4096, 28672, True, (True, True), 120.1),
+        (4096, 28672, True, (False, True), 87.7),
+    ],
+)
+def test_predicted_times(rows, columns, square, orders, us):
+    """As on an H200 (experiments/quantize-h200.json), to 16%."""
+    found = quantization.Kernel(problem((rows, columns), square=square, own=orders[0], turned=orders[1])).time_us
+    assert abs(found / us - 1) < 0.16
 
 
 def test_batches():
@@ -151,12 +157,16 @@ def test_activations_that_something_else_keeps():
     }
 
 
-def test_the_price_of_a_product(taken):
-    """With the kernel weight gradients of Llama's layers are predicted to be faster in float8."""
+def test_the_price_of_a_product():
+    """Weight gradients of Llama's layers, of 1x128 by 1x128, lost to bfloat16 on an H200; the others did not."""
     recipe = fp8_product.Recipe("block", "float8_e4m3fn", "auto")
-    roles = fp8_product.ACTIVATIONS, fp8_product.GRADIENTS
-    a, b = ((8192, 4096), jnp.dtype(BF16)), ((8192, 14336), jnp.dtype(BF16))
-    product = fp8_product.Dense("tn")
-    assert not fp8_product._why_wide(recipe, roles, product, 0, a, b, device_of(H200))
-    few = tuple(((256, shape[1]), dtype) for shape, dtype in (a, b))
-    assert "that quantize" in fp8_product._why_wide(recipe, roles, product, 0, *few, device_of(H200))
+    of_x, of_w, of_dy = fp8_product.ACTIVATIONS, fp8_product.WEIGHTS, fp8_product.GRADIENTS
+    for k, n in ((14336, 4096), (4096, 28672), (4096, 6144)):
+        x, w, dy = (((*shape,), np.dtype(BF16)) for shape in ((8192, k), (k, n), (8192, n)))
+        for layout, roles, a, b, why in (
+            ("tn", (of_x, of_dy), x, dy, "that quantize"),
+            ("nn", (of_x, of_w), x, w, ""),
+            ("nt", (of_dy, of_w), dy, w, ""),
+        ):
+            found = fp8_product._why_wide(recipe, roles, fp8_product.Dense(layout), 0, a, b, device_of(H200))
+            assert why in found if why else not found, (k, n, layout, found)

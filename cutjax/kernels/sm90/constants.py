@@ -32,7 +32,7 @@ class Constants:
       sliced: the latter where four warpgroups decode, over what it takes where two do.
       promoted, reread: what adding up the sums of each k block apart adds to the time of wgmma, in place of a cluster's
         multicast, and doing so in parts that each read an operand again, where no scales hide it.
-      scaled: microseconds of a k block that their scales take.
+      scaled, by_column: microseconds of a k block that their scales take, and more where each column has its own.
       twin: the part of an epilogue that two blocks on an SM do not hide.
       threads, transposed: what stores without TMA, and transposed ones, add to it.
       cluster: microseconds that a cluster costs.
@@ -92,6 +92,7 @@ class Constants:
     sliced: float
     promoted: float
     scaled: float
+    by_column: float
     reread: float
 
 
@@ -141,6 +142,7 @@ CONSTANTS = Constants(
     sliced=0.8,  # of the same: by 0.7 one pick of ten took 1.24 times the fastest; of 8 bits .45 to .7 were equal
     promoted=0.428,  # this and reread: 21 float8 kernels of experiments/fp8-sliced-h200.json, to 12%
     scaled=0.085,  # 5 kernels ("new") of two products of experiments/fp8-scaled-h200.json, 2026-11-28, to 4%
+    by_column=0.4,  # 3 products of experiments/quantize-h200.json (1282, 2791, 481 us), to 9%; without it to 37%
     reread=0.14,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )

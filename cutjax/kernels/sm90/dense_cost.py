@@ -77,6 +77,7 @@ class Features(NamedTuple):
       rescaled: sums of a thread that are multiplied by factors, in a k block.
       sliced: four warpgroups decode, and share k blocks.
       promoted, scaled: the sums of each k block are added up apart; times scales.
+      by_column: each column of a tile has a scale of its own.
       a_reads: how often a is read from shared memory, once for each part of the columns.
       sum_parts: of a tile of a warpgroup, whose sums are promoted one after the other.
       change: microseconds in which a block's threads change the columns of a k block by a prologue.
@@ -126,6 +127,7 @@ class Features(NamedTuple):
     sliced: Any
     promoted: Any
     scaled: Any
+    by_column: Any
     a_reads: Any
     sum_parts: Any
     change: Any
@@ -240,6 +242,7 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
         "sliced": c.sliced,
         "promoted": kernel.way.each,
         "scaled": kernel.way.each and scales.scaled(p),
+        "by_column": kernel.way.each and scales.scaled(p) and scales.by_column(p, c),
         "a_reads": kernel.sums.columns,
         "sum_parts": kernel.sums.columns * c.m_blocks,
         "change": prologue.change_us(c, p),
@@ -391,7 +394,11 @@ def costs(f: Features, c: Constants) -> Costs:
     # Written, and read: b once for each 64 rows of a.
     operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2
     multiply = sharing * (
-        c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block + c.scaled * f.scaled
+        c.multiply * flops * (1 + slower)
+        + c.shared * operands / 225e3
+        + c.k_block
+        + c.scaled * f.scaled
+        + c.by_column * f.by_column
     )
     if some(f.steps) or some(f.change):
         more = c.unpacked * (f.packed < 0.5) + c.factor * minimum(f.factors, 1) + c.factor_f32 * (f.factors > 1)
