@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cutjax.binding.rules import symbolic
-from cutjax.fusion.contraction import RAGGED, is_sharded
+from cutjax.fusion.contraction import RAGGED, is_sharded, transposes
 from cutjax.fusion.jaxprs import is_literal, is_marked, opened, with_equations
 from cutjax.fusion.narrow import in_place_of
 from cutjax.fusion.report import Report
@@ -60,20 +60,26 @@ def quantized(jaxpr: Any, fp8: Recipes, scope: str) -> tuple[Any, list[Report], 
     backward: set[Any] = set()  # what is made in backward passes
     sources = _sources(opened(jaxpr).eqns)
     read = {_source(sources, x) for x in opened(jaxpr).outvars if not is_literal(x)}  # by others, and late
+    turns, done = _turns(opened(jaxpr)), set()
     for eqn in opened(jaxpr).eqns:
+        if not done.isdisjoint(eqn.outvars):
+            continue
         made = None
         is_backward = _is_backward(f"{scope}/{eqn.source_info.name_stack}")
         if may_be_float8(eqn) and not is_marked(eqn):
-            made = _made(eqn, fp8, is_backward, backward)
+            turn = turns.get(eqn.outvars[0]) if is_backward else None
+            made = _made(eqn, turn, fp8, is_backward, backward)
             if isinstance(made, str):
                 wide[eqn.outvars[0]], made = made, None
             elif made is not None:
                 made, why = made
                 reports.append(Report(eqn, "float8", why))
+                if turn is not None:
+                    done |= {*turn.outvars}
         if is_backward and made is None and eqn.primitive.name != "reshape":
             read |= {_source(sources, x) for x in eqn.invars if not is_literal(x)}
         if is_backward:
-            backward |= {*eqn.outvars}
+            backward |= {*eqn.outvars, *done}
         eqns += [eqn] if made is None else made
     return (with_equations(jaxpr, _in_both_orders(eqns, read)) if reports else jaxpr), reports, wide
 
@@ -132,8 +138,33 @@ def _key(sources: dict[Any, Any], x: Any, role: str) -> tuple[Any, Any, str]:
     return _source(sources, x), x.aval.shape[-2:], role
 
 
-def _made(eqn: Any, fp8: Recipes, is_backward: bool, backward: set[Any]) -> tuple[list[Any], str] | str | None:
-    """Returns the equations of a float8 product and its recipe, why it is none, or None of what is none of these."""
+def _turns(jaxpr: Any) -> dict[Any, Any]:
+    """Returns for each result of a product of lax's that is only transposed the equation that does it.
+
+    JAX writes gradients of weights so. XLA lays out its own products as they are read, and not those of kernels.
+    """
+    readers: dict[Any, list[Any]] = {x: [None] for x in jaxpr.outvars if not is_literal(x)}
+    for eqn in jaxpr.eqns:
+        for x in eqn.invars:
+            if not is_literal(x):
+                readers.setdefault(x, []).append(eqn)
+    found = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and eqn.params["out_sharding"] is None:
+            (x,), ((contracted, _), (batch, _)) = eqn.outvars, eqn.params["dimension_numbers"]
+            left, (turn, *others) = eqn.invars[0].aval.ndim - len(contracted), readers.get(x, [None])
+            if turn is not None and not others and not batch and transposes(turn, x.aval.ndim, left):
+                found[x] = turn
+    return found
+
+
+def _made(
+    eqn: Any, turn: Any, fp8: Recipes, is_backward: bool, backward: set[Any]
+) -> tuple[list[Any], str] | str | None:
+    """Returns the equations of a float8 product and its recipe, why it is none, or None of what is none of these.
+
+    Where an equation transposes it, these are of what that makes.
+    """
     lhs, rhs = (x.aval for x in eqn.invars[:2])
     params = eqn.params
     if any(map(is_literal, eqn.invars)) or lhs.dtype != rhs.dtype or lhs.dtype.name not in ("bfloat16", "float16"):
@@ -146,15 +177,18 @@ def _made(eqn: Any, fp8: Recipes, is_backward: bool, backward: set[Any]) -> tupl
     name = eqn.primitive.name
     roles = _roles(eqn, backward) if is_backward else (ACTIVATIONS, WEIGHTS)
     if name == "dot_general":
-        numbers, out = params["dimension_numbers"], eqn.outvars[0].aval
-        if why := function.why_not(lhs, rhs, numbers, params["precision"], out, roles):
+        numbers, invars, of = params["dimension_numbers"], eqn.invars, roles
+        if turn is not None:
+            numbers, invars, of = tuple(pair[::-1] for pair in numbers), invars[::-1], roles[::-1]
+        result = turn or eqn
+        if why := function.why_not(*(x.aval for x in invars), numbers, params["precision"], result.outvars[0].aval, of):
             return why
-        how = numbers, params["precision"], params["preferred_element_type"], params["out_sharding"], roles
-        made = in_place_of(eqn, lambda x, y: function.of_roles(x, y, *how), eqn.invars)
+        how = numbers, params["precision"], params["preferred_element_type"], params["out_sharding"], of
+        made = in_place_of(result, lambda x, y: function.of_roles(x, y, *how), invars)
     else:
         found: list[str] = []
 
-        def of(product: Product, a: Any, b: Any, groups: int) -> Product:
+        def made_of(product: Product, a: Any, b: Any, groups: int) -> Product:
             precision, backend = params["precision"], params.get("backend", backends.resolve(None, "fuse"))
             made = function.product(product, a, b, groups, precision, backend, roles)
             if isinstance(made, str):
@@ -162,7 +196,7 @@ def _made(eqn: Any, fp8: Recipes, is_backward: bool, backward: set[Any]) -> tupl
                 return product
             return made
 
-        made = _of_lax(eqn, of) if name == RAGGED else _of_ours(eqn, of)
+        made = _of_lax(eqn, made_of) if name == RAGGED else _of_ours(eqn, made_of)
         if found:
             return found[0]
     recipe = function.recipe

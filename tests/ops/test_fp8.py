@@ -237,6 +237,28 @@ def test_fuse():
     assert "that quantize" in auto
 
 
+def test_gradients_are_not_transposed():
+    """JAX writes those of weights transposed, and transposes them: kernels would, and XLA then read them so."""
+
+    def loss(params, x):
+        a, b = params
+        return jnp.einsum("bsd,dhk->bshk", x @ a, b).astype(jnp.float32).var()
+
+    arguments = arrays((128, 256), (256, 2, 64), dtype=BF16), arrays((2, 128, 128), dtype=BF16)[0]
+    step = jax.value_and_grad(loss)
+    ours = cutjax.fuse(step, fp8=always("block"))
+    jaxpr = jax.make_jaxpr(ours)(*arguments)
+    assert str(jax.make_jaxpr(step)(*arguments)).count("= transpose[") == 2
+    assert str(jaxpr).count("cutjax_fp8[") == 5
+    assert "= transpose[" not in str(jaxpr)
+    found, wanted = (
+        jax.tree.leaves(jax.jit(f)(*arguments))
+        for f in (ours, jax.value_and_grad(cutjax.fuse(loss, fp8=always("block"))))
+    )
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b, 2**-6)
+
+
 def test_the_choice_is_of_the_device():
     """Whatever was chosen for another one before."""
     x, w = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((16384, 8192), (8192, 8192)))
