@@ -112,7 +112,8 @@ _KEPT = (
     "sm90/factor",
     "sm90/zero",
 )
-_KEPT += ("sm90/change_none", "sm90/tiles", "sm90/sliced", "sm90/row_order", "sm90/multiply_registers")
+_KEPT += ("sm90/change_none", "sm90/tiles", "sm90/sliced", "sm90/row_order", "sm90/weights")
+_KEPT += ("sm90/multiply_registers",)
 F32, E4M3 = np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)
 _ACCS = tuple(Node("acc", (), "float32", (i,)) for i in range(2))
 PAIR = Epilogue(2, (), _ACCS, (Output(0, "float32"), Output(1, "float32")))  # two products as they are
@@ -309,6 +310,11 @@ def test_a_tile_with_factors(narrow, wide, scale, fields, tmp_path):
         ("int8", "nt", None, {"schedule": "sliced", "stages": 8, "cluster_k": 2}),
         ("int4", "nn", ("bfloat16", 128), {"bn": 16, "schedule": "sliced", "stages": 8}),
         ("uint4", "nn", ("float32", 128), {"bn": 8, "schedule": "sliced", "stages": 8, "groups": 8, "zeros": True}),
+        ("int4", "nn", ("float32", 128), {"bn": 16, "schedule": "warps", "stages": 8, "groups": 8}),
+        ("uint4", "nn", ("float32", 128), {"bn": 16, "schedule": "warps", "stages": 8, "groups": 8, "zeros": True}),
+        ("uint4", "nn", ("float32", 128), {"bn": 32, "schedule": "warps", "products": 2, "stages": 4, "zeros": True}),
+        ("float4_e2m1fn", "nn", ("bfloat16", 32), {"bn": 32, "schedule": "warps", "stages": 4}),
+        ("int8", "nn", None, {"bm": 64, "schedule": "warps", "stages": 8, "cluster_k": 2}),
         ("int8", "nt", None, {"schedule": "sliced", "stages": 8, "groups": 8}),
     ],
     ids=str,
@@ -351,6 +357,7 @@ def test_what_is_refused():
     assert "whole units of 16 bytes" in why("int4", sizes=(16, 528, 1024))
     assert "a warpgroup holds 128 rows" in why("int4", bm=128)
     assert "each has as many of its own" in why("int4", schedule="sliced", stages=5)
+    assert 'schedule="warps" of 40 columns' in why("int4", bm=128, bn=40, schedule="warps", stages=4)
     assert "4 stages of 4 groups" in why("int8", bm=64, schedule="sliced", stages=4)
     assert "decoding weights to 16 bits" in why("bfloat16", schedule="sliced", stages=4)
     in_place = problem_of("float8_e5m2", "nn", "float16", None, (16, 64, 64))  # ptxas serializes its wgmmas

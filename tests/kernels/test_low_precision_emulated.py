@@ -46,6 +46,11 @@ ROWS = {
     "in a cluster": (Weights("float8_e4m3fn"), {"bm": 128, "bn": 8, "cluster_n": 2}),
     "of 16 bits": (Weights("bfloat16"), {"bm": 128, "bn": 8}),
     "shared k blocks": (Weights("int4", scale="float32"), {"bm": 128, "schedule": "sliced", "stages": 8}),
+    "warps": (Weights("int4", scale="float32"), {"bm": 128, "bk": 128, "schedule": "warps", "stages": 8}),
+    "warps, zero points": (
+        Weights("uint4", scale="float16", zeros=True),
+        {"bm": 128, "bn": 8, "schedule": "warps", "stages": 8},
+    ),
     "shared k blocks, bytes": (
         Weights("int8", scale="float32"),
         {"bm": 64, "bn": 8, "schedule": "sliced", "stages": 8},
@@ -77,6 +82,12 @@ SLICED = {
     "four, several tiles": ("int8", {"bm": 64, "bn": 8, "sms": 1}),
     "in parts": ("int8", {"bm": 128, "splits": 2}),
     "in a stream": ("int4", {"bm": 128, "stream_k": True, "sms": 2}),
+    "warps": ("int4", {"bm": 128, "bk": 128, "schedule": "warps"}),
+    "warps, pairs": ("uint4", {"bm": 256, "bn": 8, "stages": 4, "cluster_k": 2, "schedule": "warps"}),
+    "warps, several tiles": ("int4", {"bm": 256, "stages": 4, "sms": 1, "schedule": "warps"}),
+    "warps, of more columns": ("uint4", {"bm": 128, "bn": 24, "stages": 4, "sms": 1, "schedule": "warps"}),
+    "warps, bytes": ("int8", {"bm": 64, "bn": 8, "sms": 1, "schedule": "warps"}),
+    "warps, in a stream": ("int4", {"bm": 128, "stream_k": True, "sms": 2, "schedule": "warps"}),
     "in a stream, pairs": ("uint4", {"bm": 256, "stages": 4, "stream_k": True, "sms": 3}),
 }
 
@@ -119,7 +130,11 @@ def test_warpgroups_without_a_block_of_k_begin_the_epilogue(seed):
     np.testing.assert_array_equal(got, cases.in_groups(x, sizes, wide) + residual.astype(np.float32))
 
 
-def test_an_epilogue_of_groups():
+WARPS = {"bm": 128, "bn": 24, "schedule": "warps", "stages": 4, "sms": 1}
+
+
+@pytest.mark.parametrize("config", [{"bn": 8}, WARPS], ids=str)
+def test_an_epilogue_of_groups(config):
     """Operands of groups, of rows and of full size beside two products; groups from the second on."""
     rng, sizes, g, m, k, n = np.random.default_rng(1), np.array([2, 5, 0, 7, 3], np.int32), 3, 20, 64, 96
     (v, _), (w, _) = (Weights("uint4", scale="bfloat16", zeros=True).drawn(rng, g, k, n) for _ in range(2))
@@ -140,7 +155,7 @@ def test_an_epilogue_of_groups():
 
     args = x, v, w, residual, bias, by
     expected = jax.jit(functools.partial(fused, backend="xla"))(*args)
-    for got, plain in zip(run(fused, *args, config=SWAPPED | {"bn": 8}), expected, strict=True):
+    for got, plain in zip(run(fused, *args, config=SWAPPED | config), expected, strict=True):
         np.testing.assert_array_equal(got, plain)
 
 

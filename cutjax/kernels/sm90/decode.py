@@ -121,9 +121,11 @@ def arguments(config: Config, problem: Problem) -> Iterator[Argument]:
             buffer += 1
 
 
-def multiply(problem: Problem) -> str:
-    """Returns the file that multiplies what is decoded."""
-    return f"sm90/multiply_{'bytes' if in_bytes(problem.a, problem.bs[0]) else 'registers'}.cuh"
+def multiply(config: Config, problem: Problem) -> list[str]:
+    """Returns the files that multiply what is decoded."""
+    if in_bytes(problem.a, problem.bs[0]):
+        return ["sm90/multiply_bytes.cuh"]
+    return ["sm90/weights.cuh", f"sm90/multiply_{'warps' if config.by_warps else 'registers'}.cuh"]
 
 
 def unit(problem: Problem) -> int:

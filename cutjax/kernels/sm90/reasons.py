@@ -17,6 +17,9 @@ from cutjax.kernels.sm90.phases import Phases
 from cutjax.kernels.sm90.resolved import cluster_tile
 
 
+MOST_BY_WARPS = 32  # columns of a tile
+
+
 def checks(
     asked: Problem, facts: Facts, config: Sizes, tile: Footprint, of: Phases | None
 ) -> Iterator[tuple[Any, Callable[[], str]]]:
@@ -102,6 +105,7 @@ def checks(
         )
         yield (
             config.sliced
+            & (config.by_warps == 0)
             & (products > 1 or prologue.is_in(problem) or ((problem.groups is not None) & (config.bm == 256))),
             lambda: (
                 'schedule="sliced" of several products, with a prologue, or of 256 rows in groups: warpgroups have too '
@@ -114,6 +118,15 @@ def checks(
                 f"{config.stages} stages of {config.slice_groups} groups of warpgroups: each has as many of its own, "
                 "at least two"
             ),
+        )
+    if some(config.by_warps):
+        yield (
+            config.by_warps & (columns > MOST_BY_WARPS),
+            lambda: f'schedule="warps" of {columns} columns: wgmma is faster from {MOST_BY_WARPS} on',
+        )
+        yield (
+            config.by_warps & (problem.bs[0].contiguous != "k"),
+            lambda: 'schedule="warps" of columns that do not lie along k: ldmatrix reads those that do',
         )
     if problem.a.bits == 4:
         yield (

@@ -34,7 +34,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     decoded = operands.decoded(problem.a, problem.bs[0])
     parts, scaled = kernel.sums, scales.scaled(problem)
     each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
-    producer, consumer = OF_SLICES if config.sliced else OF_SCALES if scaled else REGISTERS
+    producer, consumer = OF_SLICES if config.consumers == 4 else OF_SCALES if scaled else REGISTERS
     if problem.a.gathered:
         producer, consumer = OF_ROWS
     # Of other epilogues the text is the same whatever the sizes are, so that a kernel is compiled once.
@@ -58,7 +58,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "COLUMN_PARTS": parts.columns,
         "SUM_BUFFERS": parts.buffers,
         "GROUP": parts.group,
-        "RELEASING_WARPS": 4 if scaled else 1,
+        "RELEASING_WARPS": 4 if scaled or config.by_warps else 1,
         "STAGES": config.stages,
         **{f"{name.upper()}_FIRST": name in config.evict_first for name in "abd"},
         "CLUSTER_M": config.cluster_m,
@@ -152,7 +152,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/counter.cuh" if kernel.has_counter else "sm90/turns.cuh",
             *_change(problem),
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
-            *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else ["sm90/multiply.cuh"]),
+            *(["sm90/row_order.cuh", *decode.multiply(config, problem)] if decoded else ["sm90/multiply.cuh"]),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),
