@@ -30,6 +30,7 @@ class Constants:
       factor, factor_f32: what multiplying elements by scales adds to it, and doing so in float32.
       beside: the exponent with which two warpgroups' decoding and multiplying add up; those of one do.
       sliced: the latter where four warpgroups decode, over what it takes where two do.
+      warps: the same where warps multiply by themselves.
       promoted, reread: what adding up the sums of each k block apart adds to the time of wgmma, in place of a cluster's
         multicast, and doing so in parts that each read an operand again, where no scales hide it.
       scaled, by_column: microseconds of a k block that their scales take, and more where each column has its own.
@@ -90,6 +91,7 @@ class Constants:
     factor_f32: float
     beside: float
     sliced: float
+    warps: float
     promoted: float
     scaled: float
     by_column: float
@@ -140,6 +142,7 @@ CONSTANTS = Constants(
     factor_f32=2.5,
     beside=1.105,
     sliced=0.8,  # of the same: by 0.7 one pick of ten took 1.24 times the fastest; of 8 bits .45 to .7 were equal
+    warps=0.5,  # not fitted yet: a guess by instructions and by what wgmmas of 16 columns seem to take
     promoted=0.428,  # this and reread: 21 float8 kernels of experiments/fp8-sliced-h200.json, to 12%
     scaled=0.085,  # 5 kernels ("new") of two products of experiments/fp8-scaled-h200.json, 2026-11-28, to 4%
     by_column=0.4,  # 3 products of experiments/quantize-h200.json (1282, 2791, 481 us), to 9%; without it to 37%

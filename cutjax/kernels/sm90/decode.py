@@ -29,6 +29,8 @@ _NARROW = {
 # Of a scale's dtype: the file that multiplies by it, where it is not the dtype that is multiplied.
 _FACTORS = {"float32": "f32", "bfloat16": "other", "float16": "other", "float8_e8m0fnu": "e8m0"}
 _TMA_ALIGNED = 128  # bytes at which TMA writes
+# Of products of decoded weights that "auto" leaves alone; "" once they are timed.
+SEVERAL, IN_BATCHES = "of several products", "with scales in a batch"
 
 
 def _factor(scale: Scale, wide: np.dtype) -> str | None:
@@ -160,6 +162,6 @@ def unmeasured(problem: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, was not faster on a device; "" where all was."""
     if not decoded(problem.a, problem.bs[0]):
         return ""
-    found = ["of several products"] * (problem.products > 1)
-    found += ["with scales in a batch"] * (factors(problem) is not None and math.prod(problem.batch) > 1)
-    return f"weights decoded {', '.join(found)}" if found else ""
+    found = SEVERAL * (problem.products > 1)
+    found = found or IN_BATCHES * (factors(problem) is not None and math.prod(problem.batch) > 1)
+    return found and f"weights decoded {found}"

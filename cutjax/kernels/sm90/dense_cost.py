@@ -76,6 +76,7 @@ class Features(NamedTuple):
         of 16 bits, 2 by others, which are multiplied in float32.
       rescaled: sums of a thread that are multiplied by factors, in a k block.
       sliced: four warpgroups decode, and share k blocks.
+      by_warps: warps multiply by themselves.
       promoted, scaled: the sums of each k block are added up apart; times scales.
       by_column: each column of a tile has a scale of its own.
       a_reads: how often a is read from shared memory, once for each part of the columns.
@@ -125,6 +126,7 @@ class Features(NamedTuple):
     factors: Any
     rescaled: Any
     sliced: Any
+    by_warps: Any
     promoted: Any
     scaled: Any
     by_column: Any
@@ -236,10 +238,11 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
         "bn": c.bn * of_b,
         "bk": c.bk,
         "stages": c.stages,
-        "steps": c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
+        "steps": c.bk // 16 // c.slices(p) * of_a if decoded(p.a, b) else 0,
         "factors": decode.factor_kind(c, p),
         "rescaled": decode.rescaled(c, p),
-        "sliced": c.sliced,
+        "sliced": c.sliced & (c.by_warps == 0),
+        "by_warps": c.by_warps,
         "promoted": kernel.way.each,
         "scaled": kernel.way.each and scales.scaled(p),
         "by_column": kernel.way.each and scales.scaled(p) and scales.by_column(p, c),
@@ -403,7 +406,8 @@ def costs(f: Features, c: Constants) -> Costs:
     if some(f.steps) or some(f.change):
         more = c.unpacked * (f.packed < 0.5) + c.factor * minimum(f.factors, 1) + c.factor_f32 * (f.factors > 1)
         fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + more)
-        decode = (c.step * f.steps + c.fragment * fragments + c.rescale * f.rescaled) * (1 - (1 - c.sliced) * f.sliced)
+        decode = c.step * f.steps + c.fragment * fragments + c.rescale * f.rescaled
+        decode = decode * (1 - (1 - c.sliced) * f.sliced - (1 - c.warps) * f.by_warps)
         decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
         power = 1 + (c.beside - 1) * f.halves
         multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)

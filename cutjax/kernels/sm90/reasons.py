@@ -16,7 +16,6 @@ from cutjax.kernels.sm90.facts import Facts, Footprint
 from cutjax.kernels.sm90.phases import Phases
 from cutjax.kernels.sm90.resolved import cluster_tile
 
-
 MOST_BY_WARPS = 32  # columns of a tile
 
 
