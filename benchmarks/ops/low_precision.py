@@ -68,7 +68,7 @@ class Narrow:
         return a, (*groups, *((self.k, self.n) if self.layout[1] == "n" else (self.n, self.k)))
 
     def inputs(self, seed: int) -> tuple[Any, ...]:
-        """Random normal operands, quantized; and both in bf16."""
+        """Random normal operands, quantized; both in bf16; the sizes of groups, which a program would compute."""
         found = []
         for key, shape, dtype, block in zip(
             jax.random.split(jax.random.key(seed, impl="rbg")),
@@ -78,27 +78,27 @@ class Narrow:
             strict=True,
         ):
             found.append(_drawn(key, shape, dtype, block))
-        return *found, *(_wide(x, jnp.bfloat16) for x in found)
+        return *found, *(_wide(x, jnp.bfloat16) for x in found), self.sizes
 
     @property
     def sizes(self) -> jax.Array:
-        """Rows of each group."""
-        return jnp.full(self.groups, (self.k if self.outer else self.m) // self.groups, jnp.int32)
+        """Rows of each group; none where there are no groups."""
+        return jnp.full(self.groups, (self.k if self.outer else self.m) // max(self.groups, 1), jnp.int32)
 
-    def multiply(self, a: Any, b: Any, **how: Any) -> jax.Array:
+    def multiply(self, a: Any, b: Any, sizes: jax.Array, **how: Any) -> jax.Array:
         """Our product."""
         how["out_dtype"] = jnp.bfloat16
         if self.outer:
-            return cutjax.grouped_outer(a, b, self.sizes, **how)
+            return cutjax.grouped_outer(a, b, sizes, **how)
         how["accumulate"] = self.accumulate
         if self.groups:
-            return cutjax.grouped_gemm(a, b, self.sizes, layout=self.layout, **how)
+            return cutjax.grouped_gemm(a, b, sizes, layout=self.layout, **how)
         return cutjax.gemm(a, b, layout=self.layout, **how)
 
-    def multiply_wide(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def multiply_wide(self, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
         """Our product of the operands in bf16."""
         wide = dataclasses.replace(self, a=BF16, b=BF16, of_a=None, of_b=None, accumulate="f32")
-        return wide.multiply(a, b, backend="cuda")
+        return wide.multiply(a, b, sizes, backend="cuda")
 
     def plain(self, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
         """The product of two arrays, as a JAX user writes it for groups of equal size."""
@@ -157,7 +157,7 @@ def products(case: Narrow) -> list[Product]:
 
     def ours(config: Any) -> Function:
         pinned = {} if config is None else {"config": config}
-        return lambda a, b, *stored: case.multiply(a, b, backend="cuda", **pinned)
+        return lambda a, b, *stored: case.multiply(a, b, stored[-1], backend="cuda", **pinned)
 
     def look(args: Any, out: jax.Array) -> jax.Array:
         exact = case.plain(*(_wide(x, jnp.float32) for x in args[:2]), jnp.float32)
