@@ -334,7 +334,13 @@ def scaled_bytes(narrow="int4", products=1, groups=0, k_block=128, layout="nn"):
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("groups", "fields"),
-    [(0, {"bn": 64, "stages": 4}), (8, {"bn": 32, "stages": 6}), (0, {"bm": 128, "bn": 32, "schedule": "pingpong"})],
+    [
+        (0, {"bn": 64, "stages": 4}),
+        (8, {"bn": 32, "stages": 6}),
+        (0, {"bm": 128, "bn": 32, "schedule": "pingpong"}),
+        (8, {"bm": 128, "bn": 16, "schedule": "warps", "stages": 12}),
+        (8, {"bn": 24, "schedule": "warps"}),
+    ],
     ids=str,
 )
 def test_wgmmas_of_bytes_do_not_wait_for_each_other(groups, fields):

@@ -130,7 +130,7 @@ def test_warpgroups_without_a_block_of_k_begin_the_epilogue(seed):
     np.testing.assert_array_equal(got, cases.in_groups(x, sizes, wide) + residual.astype(np.float32))
 
 
-WARPS = {"bm": 128, "bn": 24, "schedule": "warps", "stages": 4, "sms": 1}
+WARPS = {"bm": 128, "bn": 8, "schedule": "warps", "stages": 8, "sms": 1}
 
 
 @pytest.mark.parametrize("config", [{"bn": 8}, WARPS], ids=str)
@@ -178,6 +178,10 @@ BYTES = {
     "in a cluster along k": ("float4_e2m1fn", 128, False, {"cluster_k": 2}),
     "in turns": ("int4", 128, False, {"bm": 128, "schedule": "pingpong", "bn": 32}),
     "groups": ("int4", 768, True, {"cluster_m": 2}),
+    "warps": ("int4", 128, False, {"bm": 128, "schedule": "warps", "stages": 8, "sms": 1}),
+    "warps, of more columns": ("uint4", 768, True, {"bm": 128, "bn": 24, "schedule": "warps", "stages": 4, "sms": 2}),
+    "warps, pairs": ("float4_e2m1fn", 128, True, {"bn": 32, "schedule": "warps", "stages": 2, "sms": 1}),
+    "warps, groups": ("int4", 128, True, {"bm": 128, "bn": 8, "schedule": "warps", "stages": 8}),
 }
 
 

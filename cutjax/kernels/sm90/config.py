@@ -27,7 +27,7 @@ EVICTED = ("", "a", "b", "d", "ab", "ad", "bd", "abd")
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """The parts in which a warpgroup multiplies a stage, where the sums of each are promoted (mainloop.cuh).
+    """The parts in which a warpgroup multiplies a stage, where the sums of each are promoted (drain_each.cuh).
 
     Attributes:
       columns: parts of the tile's columns. Blocks of 64 rows are parts of their own.

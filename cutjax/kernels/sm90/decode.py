@@ -125,13 +125,15 @@ def arguments(config: Config, problem: Problem) -> Iterator[Argument]:
 
 def multiply(config: Config, problem: Problem) -> list[str]:
     """Returns the files that multiply what is decoded."""
-    if in_bytes(problem.a, problem.bs[0]):
+    if in_bytes(problem.a, problem.bs[0]) and not config.by_warps:
         return ["sm90/multiply_bytes.cuh"]
     return ["sm90/weights.cuh", f"sm90/multiply_{'warps' if config.by_warps else 'registers'}.cuh"]
 
 
-def unit(problem: Problem) -> int:
-    """Returns the factor by which elements are too small once they are decoded to bytes of float8."""
+def unit(config: Config, problem: Problem) -> int:
+    """Returns the factor by which elements are too small once they are decoded: bytes of float8 are."""
+    if config.by_warps or not in_bytes(problem.a, problem.bs[0]):
+        return 1
     return 2**6 if problem.a.dtype.name == "float4_e2m1fn" else 2**9
 
 
@@ -142,9 +144,10 @@ def text(config: Config, problem: Problem) -> list[str]:
 enum class Narrow {{ {", ".join(name for name, _ in _NARROW.values())} }};
 constexpr Narrow NARROW = Narrow::{name};
 """
-    if in_bytes(problem.a, problem.bs[0]):
+    if in_bytes(problem.a, problem.bs[0]) and not config.by_warps:
         return [kinds]
-    scale, wide = factors(problem), DTYPES[problem.bs[0].dtype.name]
+    # Beside float8, 4 bits are decoded to f16 by warps.
+    scale, wide = factors(problem), DTYPES["float16" if problem.bs[0].bits == 8 else problem.bs[0].dtype.name]
     of_scale, of_zero = (*(bits_of(dtype) for dtype in scale.arrays), 0)[:2] if scale else (0, 0)
     places = factor_places(config, problem)
     narrow = f"""{kinds}constexpr Dtype WIDE = Dtype::{wide.stored};

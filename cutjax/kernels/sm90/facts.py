@@ -90,7 +90,8 @@ class Facts:
             most = 64 if self.heavy else 128  # beside two sets of fragments
             zeros = problem.groups is not None and problem.a.scale is not None and problem.a.scale.zero is not None
             # Beside more, wgmmas would wait, or some registers spill.
-            few = where(config.by_warps, where(config.consumers == 4, 16, 64), 8 if zeros else 16)
+            by_warps = where(config.consumers == 4, 16, 64) * (1 + self.way.each)
+            few = where(config.by_warps, by_warps, 8 if zeros else 16)
             few = where((config.consumers == 4) & (config.bm == 256) & (problem.a.bits == 8), 0, few)
             return where(config.sliced, few, most)
         if problem.a.gathered:

@@ -91,7 +91,7 @@ def checks(
         )
     if some(config.sliced):
         yield (
-            config.sliced & (not operands.in_halves(problem.a, problem.bs[0])),
+            config.sliced & (config.by_warps == 0) & (not operands.in_halves(problem.a, problem.bs[0])),
             lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
         )
         in_place = (problem.a.dtype.name, problem.bs[0].dtype.name) == ("float8_e5m2", "float16")
@@ -120,8 +120,21 @@ def checks(
         )
     if some(config.by_warps):
         yield (
+            config.by_warps & (not operands.decoded(problem.a, problem.bs[0])),
+            lambda: 'schedule="warps": beside few columns decoded weights are multiplied by mma.sync',
+        )
+        yield (
             config.by_warps & (columns > MOST_BY_WARPS),
             lambda: f'schedule="warps" of {columns} columns: wgmma is faster from {MOST_BY_WARPS} on',
+        )
+        scale = operands.factors(problem)
+        short = problem.a.bits == 8 or (scale is not None and scale.k < 128)
+        yield (
+            config.by_warps
+            & (problem.groups is not None)
+            & (config.consumers == 2)
+            & (short | ((config.bk == 64) & (problem.bs[0].bits == 16))),
+            lambda: f'schedule="warps" of {columns} columns in groups: some registers spill',
         )
         yield (
             config.by_warps & (problem.bs[0].contiguous != "k"),

@@ -54,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   __syncthreads();
   if constexpr (CLUSTER > 1) barrier_cluster_relaxed();  // the fence of the mbarriers' initial state is above
 
-  // With this one consumers spill less than with one of their own, but for that of parts of tiles, which is larger.
+  // With this one consumers spill less than with one of their own, but for that of parts of tiles, which is larger, and
+  // beside mma.sync.
   Scheduler early(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
   int step = gridDim.x / CTAS, k_blocks = PAIRS * part_blocks((k + BK - 1) / BK, SPLITS);
   int matrices = batch * (RAGGED_K ? batch2 : 1);  // of a split's results
@@ -94,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
     int consumer = warpgroup - 1;
     Scheduler late(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
-    Scheduler scheduler = STREAM_K ? late : early;
+    Scheduler scheduler = STREAM_K || BY_WARPS ? late : early;
     Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES,
                       operand_barriers + consumer * STORE_BUFFERS * 8, EPILOGUE_BARRIER + consumer, thread};
     Extras extras(m, n EXTRAS_ARGUMENTS);

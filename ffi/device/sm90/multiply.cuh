@@ -4,7 +4,7 @@ static_assert(A_MATRICES == 1 || B_MATRICES == 1);
 
 using ProductSums = Acc[B_MATRICES * BN / 2];  // of a block of 64 rows, by one A
 
-// The same of what drain_each (mainloop.cuh) multiplies of A.
+// The same of what drain_each.cuh multiplies of A.
 struct StageOfA {
   u32 offset;
   OperandA::Descriptor a{0};

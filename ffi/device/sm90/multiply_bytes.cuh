@@ -1,4 +1,4 @@
-// What drain_each (mainloop.cuh) multiplies of A: elements of 4 bits, decoded to bytes of e4m3 in registers. Decoded
+// What drain_each.cuh multiplies of A: elements of 4 bits, decoded to bytes of e4m3 in registers. Decoded
 // ones are UNIT times as small, which what promotes them makes good: e4m3 counts from 0 to 16 in its lowest bits, and
 // the exponent of e2m1 is the low bits of its own.
 //

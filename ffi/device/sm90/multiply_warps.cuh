@@ -6,7 +6,10 @@ static_assert(B_K_MAJOR && SLICES == 2 && RELEASING_WARPS == 4);
 
 constexpr int COLUMN_BLOCKS = B_MATRICES * BN / 8;
 
-using Columns = u32[COLUMN_BLOCKS][4];  // of B, in a step: 8 columns by 32 of k
+// Steps that share what ldmatrix reads of B at a time: 8 columns by 64 bytes of k.
+constexpr int OF_COLUMNS = 16 / B_BITS;
+
+using Columns = u32[COLUMN_BLOCKS][4];
 
 // d += a b, of 16 rows, 8 columns and 16 of k.
 DEVICE void mma(Acc* d, const u32 (&a)[4], u32 b0, u32 b1) {
@@ -23,33 +26,42 @@ DEVICE void mma(Acc* d, const u32 (&a)[4], u32 b0, u32 b1) {
   }
 }
 
-// One warpgroup: what multiply in multiply.cuh computes, of the k blocks of its group (sliced.cuh).
-template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles shared, int row, const Work&, int,
-                     int k_blocks, int thread, int, Begun begun, Issued issued) {
-  static_assert(!Changes::EVER);
+// Two words of 16 bits of B for each slice of a step: those of 8 bits become f16.
+DEVICE void get_columns(u32 (&to)[SLICES][2], const u32 (&x)[4], int step) {
+#pragma unroll
+  for (int slice = 0; slice < SLICES; ++slice)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (B_BITS == 16) {
+        to[slice][half] = x[2 * slice + half];
+      } else {
+        to[slice][half] = cvt_f16x2_e4m3x2(static_cast<u16>(x[step % 2 * 2 + slice] >> 16 * half));
+      }
+    }
+}
+
+// One warpgroup: sums of the k blocks of its group (sliced.cuh). Those of SHARING steps are APART, and `promote` adds
+// them to the others.
+template <int BLOCKS, bool APART, typename Promote, typename Begun, typename Issued>
+DEVICE void multiply_by_warps(Accumulators& sums, Pipeline& all, SharedTiles shared, int row, int k_blocks, int thread,
+                              Promote promote, Begun begun, Issued issued) {
   Weights<A_K_MAJOR> weights(row, thread);
   Words words[2];
   Columns columns[2];
   Factors factors[A_MATRICES];
   Accumulators own;
-  Accumulators& parts = BY_SUMS ? own : sums;
+  Accumulators& parts = APART ? own : sums;
   u32 column = swizzle<128>(thread % 8 * 128 + thread % 32 / 8 * 16);  // of ldmatrix, in the first 8 columns
   auto load = [&](int stage, int step, int to) {
-    int matrix = step % A_MATRICES, first = step / A_MATRICES * SLICES;
-    u32 tile = shared.a(stage), b = shared.b(stage) + first / 4 * (OperandB::ROWS * 128);
-    weights.load(words[to], tile + matrix * (OperandA::BYTES / A_MATRICES), first);
-    if (matrix > 0) return;
+    int matrix = step % A_MATRICES, first = step / A_MATRICES * SLICES, byte = first * 2 * B_BITS;
+    weights.load(words[to], shared.a(stage) + matrix * (OperandA::BYTES / A_MATRICES), first);
+    if (matrix > 0 || step / A_MATRICES % OF_COLUMNS > 0) return;
+    u32 b = shared.b(stage) + byte / 128 * (OperandB::ROWS * 128);
 #pragma unroll
     for (int block = 0; block < COLUMN_BLOCKS; ++block) {
-      u32(&x)[4] = columns[step / A_MATRICES % 2][block];
-      ldmatrix_x4(b + block * 1024 + (column ^ first % 4 * 32), x[0], x[1], x[2], x[3]);
+      u32(&x)[4] = columns[step / A_MATRICES / OF_COLUMNS % 2][block];
+      ldmatrix_x4(b + block * 1024 + (column ^ byte % 128), x[0], x[1], x[2], x[3]);
     }
-  };
-  auto load_factors_of = [&](int stage, int step) {
-    int matrix = step % A_MATRICES;
-    weights.load(factors[matrix], shared.a(stage) + OperandA::BYTES + matrix * FACTORS_EACH,
-                 step / A_MATRICES * SLICES);
   };
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
@@ -62,10 +74,11 @@ DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles sh
     all.advance(k_blocks);
     count = max(0, (k_blocks - first + SLICED - 1) / SLICED);
   }
-  if (count == 0) begun();
   if (count > 0) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
     load(pipe.stage, 0, 0);
+  } else {
+    begun();
   }
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
@@ -73,31 +86,34 @@ DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles sh
     pipe.advance_by<SLICED>();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      load_factors_of(stage, step);
+      int matrix = step % A_MATRICES;
+      weights.load(factors[matrix], shared.a(stage) + OperandA::BYTES + matrix * FACTORS_EACH,
+                   step / A_MATRICES * SLICES);
       if (step + 1 < STEPS) {
         load(stage, step + 1, (step + 1) % 2);
       } else if (k + 1 < count) {
         mbarrier_wait(pipe.full_barrier(), pipe.phase);
         load(pipe.stage, 0, 0);
       }
-      int matrix = step % A_MATRICES;
       Fragments fragments;
       weights.get(fragments, words[step % 2], factors[matrix]);
 #pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) {
-        ProductSums& to = reinterpret_cast<ProductSums&>(parts[block][matrix * (B_MATRICES * BN / 2)]);
-        if (BY_SUMS && step % SHARING < A_MATRICES)
+      for (int block = 0; block < BLOCKS; ++block)
+        if (APART && step % SHARING < A_MATRICES)
 #pragma unroll
-          for (int i = 0; i < B_MATRICES * BN / 2; ++i) to[i] = 0;
+          for (int i = 0; i < B_MATRICES * BN / 2; ++i) parts[block][matrix * (B_MATRICES * BN / 2) + i] = 0;
+#pragma unroll
+      for (int i = 0; i < COLUMN_BLOCKS; ++i) {
+        u32 b[SLICES][2];
+        get_columns(b, columns[step / A_MATRICES / OF_COLUMNS % 2][i], step / A_MATRICES);
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice)
 #pragma unroll
-          for (int i = 0; i < COLUMN_BLOCKS; ++i) {
-            const u32(&b)[4] = columns[step / A_MATRICES % 2][i];
-            mma(&to[4 * i], fragments[block][slice], b[2 * slice], b[2 * slice + 1]);
-          }
+          for (int block = 0; block < BLOCKS; ++block)
+            mma(&parts[block][matrix * (B_MATRICES * BN / 2) + 4 * i], fragments[block][slice], b[slice][0],
+                b[slice][1]);
       }
-      if (BY_SUMS && step % SHARING == SHARING - 1) add_scaled<BLOCKS>(sums, parts, factors);
+      if (APART && step % SHARING == SHARING - 1) promote(parts, factors, stage);
     }
     release(pipe.empty_barrier(stage), thread);
     if (k == min(2, count - 1)) begun();
@@ -106,4 +122,15 @@ DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles sh
   if constexpr (SLICED == 1) all = pipe;
   bool whole = add_slices(sums, shared, first);
   if (!A_K_MAJOR && whole) put_in_order(sums);
+}
+
+// One warpgroup: what multiply in multiply.cuh computes.
+template <int BLOCKS, typename Begun, typename Issued>
+DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& pipe, SharedTiles shared, int row, const Work&, int,
+                     int k_blocks, int thread, int, Begun begun, Issued issued) {
+  static_assert(!Changes::EVER);
+  auto promote = [&](Accumulators& parts, const Factors(&factors)[A_MATRICES], int) {
+    if constexpr (BY_SUMS) add_scaled<BLOCKS>(sums, parts, factors);
+  };
+  multiply_by_warps<BLOCKS, BY_SUMS>(sums, pipe, shared, row, k_blocks, thread, promote, begun, issued);
 }

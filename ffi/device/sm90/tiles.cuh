@@ -132,3 +132,17 @@ DEVICE void release(u32 empty_barrier, int thread) {
     if (place < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, place);
   }
 }
+
+template <int VALUE>
+struct Constant {
+  static constexpr int value = VALUE;
+};
+
+// Calls a function with the constants 0 to COUNT - 1.
+template <int COUNT, int I = 0, typename F>
+DEVICE void each(F f) {
+  if constexpr (I < COUNT) {
+    f(Constant<I>());
+    each<COUNT, I + 1>(f);
+  }
+}

@@ -1,0 +1,86 @@
+// Drains the pipeline (tiles.cuh) by wgmma where the sums of each k block are promoted, in parts.
+
+// One warpgroup: accumulators, over all k blocks, the sums of each of which are promoted. They are made in parts, of 64
+// rows and PART_COLUMNS, one after the other. With two SUM_BUFFERS a part is added while the next is multiplied; with
+// one, while another warpgroup multiplies, and tiles may be larger.
+template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
+DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pipeline& pipe, SharedTiles shared,
+                       int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
+  constexpr int PARTS = BLOCKS * COLUMN_PARTS, BUFFERS = PARTS < SUM_BUFFERS ? PARTS : SUM_BUFFERS;
+  constexpr int SLICES_OF_STAGE = BK * B_BITS / 256;
+  static_assert(BUFFERS <= 2 && PARTS % BUFFERS == 0 && PAIRS == 1);
+  PartSums sums[BUFFERS] = {};
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
+  StageOfA a(row, thread);
+  auto issue = [&](auto part) {
+    constexpr int PART = decltype(part)::value, BLOCK = PART / COLUMN_PARTS;
+    if constexpr (PART % COLUMN_PARTS == 0) a.template begin<BLOCK>(shared.a(pipe.stage));
+    OperandB::Descriptor b(shared.b(pipe.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < SLICES_OF_STAGE; ++slice)
+      wgmma(sums[PART % BUFFERS], a.template at<BLOCK>(slice),
+            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0);
+    wgmma_commit_group();
+  };
+  // The factors of a part of a block in a stage are read before another is multiplied: a warp that waited for them
+  // between two wgmmas would let those of the other warpgroup in, and both would be done, and add, at the same time.
+  auto factors = [&](auto part, int stage) {
+    constexpr int PART = decltype(part)::value;
+    return promotion.template factors<PART / COLUMN_PARTS, PART % COLUMN_PARTS>(shared.slot(stage, Promotes::BYTES));
+  };
+  // The part, when at most PENDING later ones are being multiplied.
+  auto add = [&](auto part, auto pending, int stage, const auto& factors) {
+    constexpr int PART = decltype(part)::value, COLUMNS = PART % COLUMN_PARTS;
+    u32 slot = shared.slot(stage, Promotes::BYTES);
+    wgmma_wait_group<decltype(pending)::value>();
+    wgmma_done(sums[PART % BUFFERS]);
+    if constexpr (PART == PARTS - 1 && !Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
+    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, slot);
+    if constexpr (PART == PARTS - 1 && Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
+  };
+  auto run = [&](auto blocks, int k) {  // so many, from k on
+    constexpr int STEPS = decltype(blocks)::value * PARTS;
+    int before = 0;  // the stage
+    each<STEPS>([&](auto step) {
+      constexpr int STEP = decltype(step)::value, PART = STEP % PARTS;
+      if constexpr (PART == 0) {
+        mbarrier_wait(pipe.full_barrier(), pipe.phase);
+        if constexpr (RAGGED_K) clear_block(shared, pipe.stage, row, work, k + STEP / PARTS, thread, barrier);
+        if constexpr (COPIERS > 0) fence_proxy_async();
+      }
+      bool last = STEP == STEPS - 1 && k + decltype(blocks)::value == work.k_blocks;
+      if constexpr (STEP >= BUFFERS - 1) {
+        Constant<(STEP + 1 - BUFFERS) % PARTS> done;
+        int stage = BUFFERS == 1 || PART > 0 ? pipe.stage : before;
+        auto by = factors(done, stage);
+        issue(Constant<PART>());
+        if (last) issued();
+        add(done, Constant<BUFFERS - 1>(), stage, by);
+      } else {
+        issue(Constant<PART>());
+        if (last) issued();
+      }
+      if constexpr (PART == PARTS - 1) {
+        before = pipe.stage;
+        pipe.advance();
+      }
+    });
+    if constexpr (BUFFERS == 2) {
+      Constant<PARTS - 1> done;
+      add(done, Constant<0>(), before, factors(done, before));
+    }
+    if (k == 0) begun();
+  };
+  // A loop at whose end a part were still being multiplied would make the compiler wait for each wgmma.
+  int k = 0;
+  if constexpr (BUFFERS == 2)
+#pragma unroll 1
+    for (; k + GROUP <= work.k_blocks; k += GROUP) run(Constant<GROUP>(), k);
+#pragma unroll 1
+  for (; k < work.k_blocks; ++k) run(Constant<1>(), k);
+  StageOfA::finish(accumulators);
+}
