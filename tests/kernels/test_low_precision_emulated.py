@@ -46,7 +46,7 @@ ROWS = {
     "in a cluster": (Weights("float8_e4m3fn"), {"bm": 128, "bn": 8, "cluster_n": 2}),
     "of 16 bits": (Weights("bfloat16"), {"bm": 128, "bn": 8}),
     "shared k blocks": (Weights("int4", scale="float32"), {"bm": 128, "schedule": "sliced", "stages": 8}),
-    "warps": (Weights("int4", scale="float32"), {"bm": 128, "bk": 128, "schedule": "warps", "stages": 8}),
+    "warps": (Weights("int4", scale="float32"), {"bm": 128, "bn": 8, "bk": 128, "schedule": "warps", "stages": 8}),
     "warps, zero points": (
         Weights("uint4", scale="float16", zeros=True),
         {"bm": 128, "bn": 8, "schedule": "warps", "stages": 8},
@@ -82,12 +82,11 @@ SLICED = {
     "four, several tiles": ("int8", {"bm": 64, "bn": 8, "sms": 1}),
     "in parts": ("int8", {"bm": 128, "splits": 2}),
     "in a stream": ("int4", {"bm": 128, "stream_k": True, "sms": 2}),
-    "warps": ("int4", {"bm": 128, "bk": 128, "schedule": "warps"}),
+    "warps": ("int4", {"bm": 128, "bn": 8, "bk": 128, "schedule": "warps"}),
     "warps, pairs": ("uint4", {"bm": 256, "bn": 8, "stages": 4, "cluster_k": 2, "schedule": "warps"}),
-    "warps, several tiles": ("int4", {"bm": 256, "stages": 4, "sms": 1, "schedule": "warps"}),
-    "warps, of more columns": ("uint4", {"bm": 128, "bn": 24, "stages": 4, "sms": 1, "schedule": "warps"}),
+    "warps, several tiles": ("int4", {"bm": 256, "bn": 8, "stages": 4, "sms": 1, "schedule": "warps"}),
     "warps, bytes": ("int8", {"bm": 64, "bn": 8, "sms": 1, "schedule": "warps"}),
-    "warps, in a stream": ("int4", {"bm": 128, "stream_k": True, "sms": 2, "schedule": "warps"}),
+    "warps, in a stream": ("int4", {"bm": 128, "bn": 8, "stream_k": True, "sms": 2, "schedule": "warps"}),
     "in a stream, pairs": ("uint4", {"bm": 256, "stages": 4, "stream_k": True, "sms": 3}),
 }
 
@@ -178,10 +177,6 @@ BYTES = {
     "in a cluster along k": ("float4_e2m1fn", 128, False, {"cluster_k": 2}),
     "in turns": ("int4", 128, False, {"bm": 128, "schedule": "pingpong", "bn": 32}),
     "groups": ("int4", 768, True, {"cluster_m": 2}),
-    "warps": ("int4", 128, False, {"bm": 128, "schedule": "warps", "stages": 8, "sms": 1}),
-    "warps, of more columns": ("uint4", 768, True, {"bm": 128, "bn": 24, "schedule": "warps", "stages": 4, "sms": 2}),
-    "warps, pairs": ("float4_e2m1fn", 128, True, {"bn": 32, "schedule": "warps", "stages": 2, "sms": 1}),
-    "warps, groups": ("int4", 128, True, {"bm": 128, "bn": 8, "schedule": "warps", "stages": 8}),
 }
 
 

@@ -40,6 +40,7 @@ def gated(x, gate, up, sizes, **how):
 
 
 INT4 = weights(jnp.int4, BF16, 128, 8, 4096, 14336)
+GATE = weights(jnp.int4, BF16, 128, 4096, 14336)
 UINT4 = weights(jnp.uint4, jnp.float16, 128, 8192, 8192, zeros=True)
 DEPTH = (Quantized(aval(8192, n, dtype=F8), aval(64, n, dtype=F32)) for n in (4096, 7168))
 # What is asked, its arguments, the kernel's name, why "auto" leaves it ("" where it does not), and the types of the
@@ -49,8 +50,43 @@ CASES = {
         gated,
         (aval(128, 4096), INT4, INT4, SIZES),
         r"sm90_bf16xs4by128bf16_nn_256x.*_swap_groups_m_e\w+$",
-        "weights decoded of several products",
+        "weights decoded of several products in groups or in a batch",
         ["128x4096xbf16", *["8x4096x14336xi4"] * 2, "8xi32", *["8x32x14336xbf16"] * 2],
+    ),
+    "gate of few rows": (
+        functools.partial(cutjax.gemm, epilogue=lambda a, b: jax.nn.silu(a) * b),
+        (aval(64, 4096), (GATE, GATE)),
+        r"sm90_bf16xs4by128bf16_nn_256x64x64_.*_swap_k2_e\w+$",
+        "",
+        ["64x4096xbf16", *["4096x14336xi4"] * 2, *["32x14336xbf16"] * 2],
+    ),
+    "gate of more rows": (
+        functools.partial(cutjax.gemm, epilogue=lambda a, b: jax.nn.silu(a) * b),
+        (aval(128, 4096), (GATE, GATE)),
+        r"sm90_bf16xs4by128bf16_nn_256x64x64_.*_swap_e\w+$",
+        "weights decoded of several products beside more than 64 rows",
+        ["128x4096xbf16", *["4096x14336xi4"] * 2, *["32x14336xbf16"] * 2],
+    ),
+    "gate of a token": (
+        functools.partial(cutjax.gemm, epilogue=lambda a, b: jax.nn.silu(a) * b),
+        (aval(1, 4096), (GATE, GATE)),
+        r"sm90_bf16xs4by128bf16_nn_128x8x128_.*_warps_swap_e\w+_odd$",
+        "",
+        ["1x4096xbf16", *["4096x14336xi4"] * 2, *["32x14336xbf16"] * 2],
+    ),
+    "batch": (
+        cutjax.gemm,
+        (aval(8, 16, 4096), INT4),
+        r"sm90_bf16xs4by128bf16_nn_256x16x128_.*_sliced_swap$",
+        "",
+        ["8x16x4096xbf16", "8x4096x14336xi4", "8x32x14336xbf16"],
+    ),
+    "batch of more rows": (
+        cutjax.gemm,
+        (aval(8, 256, 4096), INT4),
+        r"sm90_bf16xs4by128bf16_nn_256x128x64_.*_swap$",
+        "weights decoded in a batch beside more than 64 rows",
+        ["8x256x4096xbf16", "8x4096x14336xi4", "8x32x14336xbf16"],
     ),
     "zero points": (
         cutjax.gemm,

@@ -76,8 +76,7 @@ class Sizes:
     @functools.cached_property
     def consumers(self) -> Any:
         """Warpgroups that multiply."""
-        slices = where(self.by_warps & (self.bn > FEW_BY_WARPS), 2, 4)
-        return where(self.sliced, slices, 2 - (self.coop & (self.bm == 64)))
+        return where(self.sliced, 4, 2 - (self.coop & (self.bm == 64)))
 
     @functools.cached_property
     def storers(self) -> Any:
@@ -163,7 +162,7 @@ class Sizes:
 
         Where a thread has few sums, they are fewer than the elements, and those of one k have room beside all.
         """
-        few = self.accumulator_registers * problem.products <= where(self.consumers == 4, 16, FEW)
+        few = self.accumulator_registers * problem.products <= where(self.sliced, 16, FEW)
         return few & (operands.factors(problem) is not None)
 
     def chunk(self, b: Operand, products: int = 1) -> Any:
@@ -195,8 +194,7 @@ class Config(Sizes):
       schedule: "coop" (two warpgroups split each tile; one when bm is 64), "pingpong" (two warpgroups take
         whole tiles in turn, so that one's epilogue runs beside the other's mainloop), "sliced" (four warpgroups, each
         with up to 128 rows of the tile and every second or fourth of its k blocks: of weights that are decoded) or
-        "warps" (the same by mma.sync, whose warps do not wait for each other: of up to 32 columns; beside more than 16
-        two warpgroups, which have more registers).
+        "warps" (the same by mma.sync, whose warps do not wait for each other: of 8 columns).
       raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
         columns, walked row by row.
       swap: whether the operands are swapped: the kernel computes ``d^T = b^T a^T`` and stores it transposed. All of the
@@ -411,5 +409,4 @@ def _digest(epilogue: Epilogue) -> str:
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
 # compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192
-FEW_BY_WARPS = 16  # columns beside which four warpgroups have registers enough
 FEW = 64  # columns of a tile, beside which a warpgroup of 128 rows decodes twice as much at once

@@ -29,8 +29,7 @@ _NARROW = {
 # Of a scale's dtype: the file that multiplies by it, where it is not the dtype that is multiplied.
 _FACTORS = {"float32": "f32", "bfloat16": "other", "float16": "other", "float8_e8m0fnu": "e8m0"}
 _TMA_ALIGNED = 128  # bytes at which TMA writes
-# Of products of decoded weights that "auto" leaves alone; "" once they are timed.
-SEVERAL, IN_BATCHES = "of several products", "with scales in a batch"
+FEW_ROWS = 64  # beside which several products and batches were timed
 
 
 def _factor(scale: Scale, wide: np.dtype) -> str | None:
@@ -125,15 +124,13 @@ def arguments(config: Config, problem: Problem) -> Iterator[Argument]:
 
 def multiply(config: Config, problem: Problem) -> list[str]:
     """Returns the files that multiply what is decoded."""
-    if in_bytes(problem.a, problem.bs[0]) and not config.by_warps:
+    if in_bytes(problem.a, problem.bs[0]):
         return ["sm90/multiply_bytes.cuh"]
     return ["sm90/weights.cuh", f"sm90/multiply_{'warps' if config.by_warps else 'registers'}.cuh"]
 
 
-def unit(config: Config, problem: Problem) -> int:
-    """Returns the factor by which elements are too small once they are decoded: bytes of float8 are."""
-    if config.by_warps or not in_bytes(problem.a, problem.bs[0]):
-        return 1
+def unit(problem: Problem) -> int:
+    """Returns the factor by which elements are too small once they are decoded to bytes of float8."""
     return 2**6 if problem.a.dtype.name == "float4_e2m1fn" else 2**9
 
 
@@ -144,10 +141,9 @@ def text(config: Config, problem: Problem) -> list[str]:
 enum class Narrow {{ {", ".join(name for name, _ in _NARROW.values())} }};
 constexpr Narrow NARROW = Narrow::{name};
 """
-    if in_bytes(problem.a, problem.bs[0]) and not config.by_warps:
+    if in_bytes(problem.a, problem.bs[0]):
         return [kinds]
-    # Beside float8, 4 bits are decoded to f16 by warps.
-    scale, wide = factors(problem), DTYPES["float16" if problem.bs[0].bits == 8 else problem.bs[0].dtype.name]
+    scale, wide = factors(problem), DTYPES[problem.bs[0].dtype.name]
     of_scale, of_zero = (*(bits_of(dtype) for dtype in scale.arrays), 0)[:2] if scale else (0, 0)
     places = factor_places(config, problem)
     narrow = f"""{kinds}constexpr Dtype WIDE = Dtype::{wide.stored};
@@ -165,6 +161,9 @@ def unmeasured(problem: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, was not faster on a device; "" where all was."""
     if not decoded(problem.a, problem.bs[0]):
         return ""
-    found = SEVERAL * (problem.products > 1)
-    found = found or IN_BATCHES * (factors(problem) is not None and math.prod(problem.batch) > 1)
-    return found and f"weights decoded {found}"
+    several, batch = problem.products > 1, math.prod(problem.batch) > 1
+    if several and (problem.groups or batch):
+        return "weights decoded of several products in groups or in a batch"
+    if problem.n <= FEW_ROWS or not (several or (batch and factors(problem))):
+        return ""
+    return f"weights decoded {'of several products' if several else 'in a batch'} beside more than {FEW_ROWS} rows"

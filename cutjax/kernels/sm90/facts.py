@@ -90,10 +90,9 @@ class Facts:
             most = 64 if self.heavy else 128  # beside two sets of fragments
             zeros = problem.groups is not None and problem.a.scale is not None and problem.a.scale.zero is not None
             # Beside more, wgmmas would wait, or some registers spill.
-            by_warps = where(config.consumers == 4, 16, 64) * (1 + self.way.each)
-            few = where(config.by_warps, by_warps, 8 if zeros else 16)
-            few = where((config.consumers == 4) & (config.bm == 256) & (problem.a.bits == 8), 0, few)
-            return where(config.sliced, few, most)
+            of_slices = where(config.by_warps, 16, 8 if zeros else 16)
+            of_slices = where((config.bm == 256) & (problem.a.bits == 8), 0, of_slices)
+            return where(config.sliced, of_slices, most)
         if problem.a.gathered:
             return 128  # fewer registers are left beside a producer that copies
         # The addresses of transposes take registers too.

@@ -54,9 +54,8 @@ SWAPPED_TILES = {
 }
 # Of weights that are decoded beside few rows, by four warpgroups. Beside 64 rows they took 1.4 times as long.
 SLICED_TILES = {("sliced", 64): (8, 16), ("sliced", 128): (8, 16), ("sliced", 256): (8, 16)}
-# The same by mma.sync. Nobody has timed them: DECODED_TILES = SLICED_TILES | WARPS_TILES offers them.
-WARPS_TILES = {("warps", 64): (8, 16, 32), ("warps", 128): (8, 16, 24, 32), ("warps", 256): (8, 16, 24, 32)}
-DECODED_TILES = SLICED_TILES
+# The same by mma.sync, of weights in 4 bits.
+WARPS_TILES = {("warps", 128): (8,), ("warps", 256): (8,)}
 TILES_BY_NAME = {"plain": TILES, "symmetric": SYMMETRIC_TILES, "promoted": PROMOTED_TILES, "swapped": SWAPPED_TILES}
 FEW_COLUMNS = 512  # of the transposed result: up to here, widths that divide them evenly take the place of those above
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -178,7 +177,7 @@ def _shipped(problem: Problem) -> list[tuple[Facts, Some]]:
 def _configs(facts: Facts, kind: Facts) -> Some:
     """Returns the configs that are shipped for a problem, from a table of those of its kind."""
     problem, swap = facts.problem, facts.staging.swap
-    any_width, decoded = problem.bs[0].contiguous == "k", operands.decoded(problem.a, problem.bs[0])
+    any_width, decoded = problem.bs[0].contiguous == "k", problem.a.bits * operands.decoded(problem.a, problem.bs[0])
     name = "promoted" if facts.way.each else "plain"
     name = "symmetric" if problem.symmetric and problem.layout == "nt" else "swapped" if swap else name
     # Of groups, which are uneven, up to twice the average, and the width that holds all but few of them.
@@ -210,10 +209,10 @@ def _staged(whole: Configs, ways: _Ways | None, kind: Facts, k: int) -> Configs:
 
 
 @functools.lru_cache(maxsize=256)
-def _whole(name: str, swap: bool, any_width: bool, decoded: bool, shared: bool, few: tuple[int, ...]) -> Configs:
-    """Returns the tiles of that name in clusters, of two stages, whose contraction is whole."""
-    rows = []
-    for (schedule, bm), widths in (TILES_BY_NAME[name] | (DECODED_TILES if decoded else {})).items():
+def _whole(name: str, swap: bool, any_width: bool, decoded: int, shared: bool, few: tuple[int, ...]) -> Configs:
+    """Returns the tiles of that name in clusters, of two stages, whose contraction is whole; of bits of weights."""
+    rows, tiles = [], TILES_BY_NAME[name] | (SLICED_TILES if decoded else {}) | (WARPS_TILES if decoded == 4 else {})
+    for (schedule, bm), widths in tiles.items():
         # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
         # Of weights that are decoded, one warpgroup's at a time, it took 1.09 to 1.4 times as long wherever measured.
         if schedule == "pingpong" and (shared or decoded):

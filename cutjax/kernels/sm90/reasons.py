@@ -16,7 +16,7 @@ from cutjax.kernels.sm90.facts import Facts, Footprint
 from cutjax.kernels.sm90.phases import Phases
 from cutjax.kernels.sm90.resolved import cluster_tile
 
-MOST_BY_WARPS = 32  # columns of a tile
+MOST_BY_WARPS = 8  # columns of a tile; of 16, and of 24 and 32 by two warpgroups, they were no faster than wgmma
 
 
 def checks(
@@ -91,7 +91,7 @@ def checks(
         )
     if some(config.sliced):
         yield (
-            config.sliced & (config.by_warps == 0) & (not operands.in_halves(problem.a, problem.bs[0])),
+            config.sliced & (not operands.in_halves(problem.a, problem.bs[0])),
             lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
         )
         in_place = (problem.a.dtype.name, problem.bs[0].dtype.name) == ("float8_e5m2", "float16")
@@ -104,8 +104,10 @@ def checks(
         )
         yield (
             config.sliced
-            & (config.by_warps == 0)
-            & (products > 1 or prologue.is_in(problem) or ((problem.groups is not None) & (config.bm == 256))),
+            & (
+                prologue.is_in(problem)
+                | (config.by_warps == 0) & (products > 1 or ((problem.groups is not None) & (config.bm == 256)))
+            ),
             lambda: (
                 'schedule="sliced" of several products, with a prologue, or of 256 rows in groups: warpgroups have too '
                 "few registers"
@@ -120,21 +122,8 @@ def checks(
         )
     if some(config.by_warps):
         yield (
-            config.by_warps & (not operands.decoded(problem.a, problem.bs[0])),
-            lambda: 'schedule="warps": beside few columns decoded weights are multiplied by mma.sync',
-        )
-        yield (
             config.by_warps & (columns > MOST_BY_WARPS),
-            lambda: f'schedule="warps" of {columns} columns: wgmma is faster from {MOST_BY_WARPS} on',
-        )
-        scale = operands.factors(problem)
-        short = problem.a.bits == 8 or (scale is not None and scale.k < 128)
-        yield (
-            config.by_warps
-            & (problem.groups is not None)
-            & (config.consumers == 2)
-            & (short | ((config.bk == 64) & (problem.bs[0].bits == 16))),
-            lambda: f'schedule="warps" of {columns} columns in groups: some registers spill',
+            lambda: f'schedule="warps" of {columns} columns: wgmma is as fast beside more than {MOST_BY_WARPS}',
         )
         yield (
             config.by_warps & (problem.bs[0].contiguous != "k"),

@@ -18,7 +18,7 @@ from cutjax.runtime import sources
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, and p + 4 c fit 5 of 96. A
 # producer that copies scales has their addresses, one that copies rows indices and addresses of 16 of them.
-REGISTERS, OF_SLICES, OF_SCALES, OF_ROWS, OF_SCALED_SLICES = (40, 232), (32, 112), (56, 224), (72, 216), (56, 104)
+REGISTERS, OF_SLICES, OF_SCALES, OF_ROWS = (40, 232), (32, 112), (56, 224), (72, 216)
 # Accumulators beside which threads stage pairs of 4 bytes element by element, in an order in which all banks are served
 # at once; as pairs, those of two rows meet in a bank. More leave too few registers for its addresses. -1: never.
 TURNS_BESIDE = 128
@@ -34,9 +34,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     decoded = operands.decoded(problem.a, problem.bs[0])
     parts, scaled = kernel.sums, scales.scaled(problem)
     each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
-    producer, consumer = OF_SCALES if scaled else REGISTERS
-    if config.consumers == 4:
-        producer, consumer = OF_SCALED_SLICES if scaled else OF_SLICES
+    producer, consumer = OF_SLICES if config.sliced else OF_SCALES if scaled else REGISTERS
     if problem.a.gathered:
         producer, consumer = OF_ROWS
     # Of other epilogues the text is the same whatever the sizes are, so that a kernel is compiled once.
@@ -50,7 +48,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "B_BITS": problem.bs[0].bits,
         "FACTOR_BYTES": decode.factor_bytes(config, problem),
         "SLICES": config.slices(problem),
-        "UNIT": decode.unit(config, problem) if decoded else 1,
+        "UNIT": decode.unit(problem) if operands.in_bytes(problem.a, problem.bs[0]) else 1,
         "WARP_ROWS": 32 if decoded and problem.a.bits == 4 else 16,
         "TERMS": way.terms,
         "PAIRS": len(way.pairs),
@@ -156,7 +154,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *_change(problem),
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
             *(["sm90/row_order.cuh", *decode.multiply(config, problem)] if decoded else ["sm90/multiply.cuh"]),
-            f"sm90/drain_{'warps' if way.each and config.by_warps else 'each'}.cuh",
+            "sm90/drain_each.cuh",
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),

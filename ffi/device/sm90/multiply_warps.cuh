@@ -2,14 +2,11 @@
 // columns. A warp has the rows and the accumulators that it has in a warpgroup, and waits for no other: wgmma takes as
 // long for 16 columns as for more, and its warps wait for each other before and after each step.
 
-static_assert(B_K_MAJOR && SLICES == 2 && RELEASING_WARPS == 4);
+static_assert(B_K_MAJOR && B_BITS == 16 && SLICES == 2 && RELEASING_WARPS == 4);
 
 constexpr int COLUMN_BLOCKS = B_MATRICES * BN / 8;
 
-// Steps that share what ldmatrix reads of B at a time: 8 columns by 64 bytes of k.
-constexpr int OF_COLUMNS = 16 / B_BITS;
-
-using Columns = u32[COLUMN_BLOCKS][4];
+using Columns = u32[COLUMN_BLOCKS][2 * SLICES];  // what ldmatrix reads of B in a step
 
 // d += a b, of 16 rows, 8 columns and 16 of k.
 DEVICE void mma(Acc* d, const u32 (&a)[4], u32 b0, u32 b1) {
@@ -26,40 +23,27 @@ DEVICE void mma(Acc* d, const u32 (&a)[4], u32 b0, u32 b1) {
   }
 }
 
-// Two words of 16 bits of B for each slice of a step: those of 8 bits become f16.
-DEVICE void get_columns(u32 (&to)[SLICES][2], const u32 (&x)[4], int step) {
-#pragma unroll
-  for (int slice = 0; slice < SLICES; ++slice)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if constexpr (B_BITS == 16) {
-        to[slice][half] = x[2 * slice + half];
-      } else {
-        to[slice][half] = cvt_f16x2_e4m3x2(static_cast<u16>(x[step % 2 * 2 + slice] >> 16 * half));
-      }
-    }
-}
-
-// One warpgroup: sums of the k blocks of its group (sliced.cuh). Those of SHARING steps are APART, and `promote` adds
-// them to the others.
-template <int BLOCKS, bool APART, typename Promote, typename Begun, typename Issued>
-DEVICE void multiply_by_warps(Accumulators& sums, Pipeline& all, SharedTiles shared, int row, int k_blocks, int thread,
-                              Promote promote, Begun begun, Issued issued) {
+// One warpgroup: what multiply in multiply.cuh computes, of the k blocks of its group (sliced.cuh). Those that share
+// factors are added up in sums of their own where factors multiply these.
+template <int BLOCKS, typename Begun, typename Issued>
+DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles shared, int row, const Work&, int,
+                     int k_blocks, int thread, int, Begun begun, Issued issued) {
+  static_assert(!Changes::EVER);
   Weights<A_K_MAJOR> weights(row, thread);
   Words words[2];
   Columns columns[2];
   Factors factors[A_MATRICES];
   Accumulators own;
-  Accumulators& parts = APART ? own : sums;
+  Accumulators& parts = BY_SUMS ? own : sums;
   u32 column = swizzle<128>(thread % 8 * 128 + thread % 32 / 8 * 16);  // of ldmatrix, in the first 8 columns
   auto load = [&](int stage, int step, int to) {
-    int matrix = step % A_MATRICES, first = step / A_MATRICES * SLICES, byte = first * 2 * B_BITS;
+    int matrix = step % A_MATRICES, first = step / A_MATRICES * SLICES, byte = first * 32;
     weights.load(words[to], shared.a(stage) + matrix * (OperandA::BYTES / A_MATRICES), first);
-    if (matrix > 0 || step / A_MATRICES % OF_COLUMNS > 0) return;
+    if (matrix > 0) return;
     u32 b = shared.b(stage) + byte / 128 * (OperandB::ROWS * 128);
 #pragma unroll
     for (int block = 0; block < COLUMN_BLOCKS; ++block) {
-      u32(&x)[4] = columns[step / A_MATRICES / OF_COLUMNS % 2][block];
+      u32(&x)[4] = columns[step / A_MATRICES % 2][block];
       ldmatrix_x4(b + block * 1024 + (column ^ byte % 128), x[0], x[1], x[2], x[3]);
     }
   };
@@ -99,21 +83,21 @@ DEVICE void multiply_by_warps(Accumulators& sums, Pipeline& all, SharedTiles sha
       weights.get(fragments, words[step % 2], factors[matrix]);
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
-        if (APART && step % SHARING < A_MATRICES)
+        if (BY_SUMS && step % SHARING < A_MATRICES)
 #pragma unroll
           for (int i = 0; i < B_MATRICES * BN / 2; ++i) parts[block][matrix * (B_MATRICES * BN / 2) + i] = 0;
 #pragma unroll
       for (int i = 0; i < COLUMN_BLOCKS; ++i) {
-        u32 b[SLICES][2];
-        get_columns(b, columns[step / A_MATRICES / OF_COLUMNS % 2][i], step / A_MATRICES);
+        const u32(&b)[2 * SLICES] = columns[step / A_MATRICES % 2][i];
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice)
 #pragma unroll
           for (int block = 0; block < BLOCKS; ++block)
-            mma(&parts[block][matrix * (B_MATRICES * BN / 2) + 4 * i], fragments[block][slice], b[slice][0],
-                b[slice][1]);
+            mma(&parts[block][matrix * (B_MATRICES * BN / 2) + 4 * i], fragments[block][slice], b[2 * slice],
+                b[2 * slice + 1]);
       }
-      if (APART && step % SHARING == SHARING - 1) promote(parts, factors, stage);
+      if constexpr (BY_SUMS)
+        if (step % SHARING == SHARING - 1) add_scaled<BLOCKS>(sums, parts, factors);
     }
     release(pipe.empty_barrier(stage), thread);
     if (k == min(2, count - 1)) begun();
@@ -122,15 +106,4 @@ DEVICE void multiply_by_warps(Accumulators& sums, Pipeline& all, SharedTiles sha
   if constexpr (SLICED == 1) all = pipe;
   bool whole = add_slices(sums, shared, first);
   if (!A_K_MAJOR && whole) put_in_order(sums);
-}
-
-// One warpgroup: what multiply in multiply.cuh computes.
-template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& pipe, SharedTiles shared, int row, const Work&, int,
-                     int k_blocks, int thread, int, Begun begun, Issued issued) {
-  static_assert(!Changes::EVER);
-  auto promote = [&](Accumulators& parts, const Factors(&factors)[A_MATRICES], int) {
-    if constexpr (BY_SUMS) add_scaled<BLOCKS>(sums, parts, factors);
-  };
-  multiply_by_warps<BLOCKS, BY_SUMS>(sums, pipe, shared, row, k_blocks, thread, promote, begun, issued);
 }

@@ -15,9 +15,6 @@
 //                put in order when all is added up; of 4 bits, both blocks of a warp are 32 rows beside each other then
 //                (WARP_ROWS).
 //
-// Beside columns of 8 bits, of which a lane reads four neighbours of k at a time, 4 q to 4 q + 3 take the place of
-// those k: ldmatrix reads rows of k in any order.
-//
 // They are decoded in steps of SLICES. Of several matrices A each has a step of the same k, one after the other.
 
 constexpr int STEPS = BK / 16 / SLICES * A_MATRICES;
@@ -83,12 +80,10 @@ struct Weights<false> {
   int lane_row;
 
   DEVICE Weights(int row, int thread) {
-    int k = thread % 32;
-    if constexpr (B_BITS == 8) k = k / 16 * 16 + k % 8 / 2 * 4 + k / 8 % 2 * 2 + k % 2;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       int first = (row + i * 64 + thread / 32 * WARP_ROWS) * A_BITS / 8;
-      offset[i] = first / SPAN * (BK * SPAN) + swizzle<SPAN>(k * SPAN + first % SPAN);
+      offset[i] = first / SPAN * (BK * SPAN) + swizzle<SPAN>(thread % 32 * SPAN + first % SPAN);
     }
     lane_row = row + thread / 32 * WARP_ROWS + thread % 32 / 4 * LANE_ROWS;
   }
