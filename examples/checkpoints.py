@@ -107,8 +107,9 @@ def linear(tensors: Tensors, name: str, weights: str = "") -> tuple[Operand, str
         w = jnp.asarray(found["weight"])
         if weights not in ("int8", "int4"):
             return w, "nt"
-        block = (1, -1) if weights == "int8" else (1, GROUP)
-        return cutjax.quantize(w, weights, block=block, scale_dtype=jnp.bfloat16), "nt"
+        # Of 4 bits kernels read weights that lie as [k, n].
+        w, block, layout = (w, (1, -1), "nt") if weights == "int8" else (w.T, (GROUP, 1), "nn")
+        return cutjax.quantize(w, weights, block=block, scale_dtype=jnp.bfloat16), layout
     # GPTQ packs k into words, AWQ n: of the two sizes the one that scales and zero points have says which.
     if found["qweight"].shape[-1] == found["scales"].shape[-1]:
         symmetric = (found["qzeros"] == 0x77777777).all()

@@ -21,14 +21,13 @@ import numpy as np
 import optax
 from checkpoints import bytes_of
 from data import TEXT, Batches, encode
-from serve_quantized import Params, Setup, logits, random_checkpoint, read
+from serve_quantized import PRODUCTS, Params, Setup, logits, random_checkpoint, read
 
 import cutjax
 
 SETUP = Setup(128, 4, 2, 256, 2, dtype="float32")
 CONTEXT, BATCH, GROUP = 64, 8, 32
 TOLERANCE = 1e-3  # of gradients, by the largest of an array: none differs on a CPU; other kernels round otherwise
-LINEARS = tuple(SETUP.linears())
 
 
 def cross_entropy(params: Params, tokens: jax.Array, setup: Setup, layout: str) -> jax.Array:
@@ -39,7 +38,7 @@ def cross_entropy(params: Params, tokens: jax.Array, setup: Setup, layout: str) 
 
 def of_linears(make: Callable[[Any], Any], params: Params) -> list[dict[str, Any]]:
     """Returns what is made of each linear layer's weights, by blocks and names."""
-    return [{name: make(block[name]) for name in LINEARS} for block in params["layers"]]
+    return [{name: make(block[name]) for name in PRODUCTS} for block in params["layers"]]
 
 
 def with_linears(params: Params, blocks: list[dict[str, Any]]) -> Params:
@@ -50,7 +49,7 @@ def with_linears(params: Params, blocks: list[dict[str, Any]]) -> Params:
 def adapted(params: Params, adapters: list[dict[str, Any]]) -> Params:
     """Returns the parameters with adapters ``(a [k, rank], b [rank, n])`` beside the linear layers."""
     pairs = zip(params["layers"], adapters, strict=True)
-    return with_linears(params, [{name: (block[name], *new[name]) for name in LINEARS} for block, new in pairs])
+    return with_linears(params, [{name: (block[name], *new[name]) for name in PRODUCTS} for block, new in pairs])
 
 
 def train(loss: Callable, trained: Any, batches: Batches, steps: int, learning_rate: float) -> tuple[Any, list[float]]:
@@ -101,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[float], list[float]]:
     block = (1, GROUP) if layout == "nt" else (GROUP, 1)
     frozen = with_linears(params, of_linears(lambda w: cutjax.quantize(w, args.weights, block=block), params))
 
-    keys = iter(jax.random.split(jax.random.key(0), SETUP.layers * len(LINEARS)))
+    keys = iter(jax.random.split(jax.random.key(0), SETUP.layers * len(PRODUCTS)))
 
     def adapter(q):
         n, k = q.shape if layout == "nt" else q.shape[::-1]

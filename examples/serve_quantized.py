@@ -1,9 +1,11 @@
 """Decode with a Llama of quantized weights, read from a safetensors file as GPTQ, AWQ, gpt-oss or DeepSeek write them.
 
-    python examples/serve_quantized.py [--weights int4|int8|bf16|gptq|awq|mxfp4|fp8] [--file FILE] [--config cpu|gpu]
+    python examples/serve_quantized.py [--weights int4|int8|bf16|gptq|awq|mxfp4|fp8] [--head] [--file FILE]
+                                       [--config cpu|gpu]
 
 A file that is not there is written first, with random weights. The program prints tokens a second, how much memory the
-weights take, and what multiplies them. Norms, embeddings and the head are in bf16 in all.
+weights take, and what multiplies them. Layers of one input are one product: queries, keys and values, and an MLP's gate
+and what it gates. Norms and embeddings are in bf16 in all, and so is the head unless --head quantizes it too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,13 @@ import cutjax
 
 Array = jax.Array
 Params = dict[str, Any]
+# The products of a block, and the layers of the file of whose columns each is made.
+PRODUCTS = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj": ("self_attn.o_proj",),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -73,18 +82,32 @@ def random_checkpoint(setup: Setup, weights: str, seed: int = 0) -> Tensors:
     return tensors
 
 
-def read(tensors: Tensors, setup: Setup, weights: str = "") -> tuple[Params, str]:
-    """Returns a checkpoint's parameters on the device, and the layout of the products by its linear layers."""
+def read(tensors: Tensors, setup: Setup, weights: str = "", head: bool = False) -> tuple[Params, str]:
+    """Returns a checkpoint's parameters on the device, and the layout of the products by its linear layers.
+
+    Args:
+      tensors: those of a file.
+      setup: of its model.
+      weights: as `checkpoints.linear` has it.
+      head: whether it is quantized as the layers are.
+    """
     layers, layouts = [], set()
     for i in range(setup.layers):
         found = {name: linear(tensors, f"model.layers.{i}.{name}", weights) for name in setup.linears()}
         layouts |= {layout for _, layout in found.values()}
-        of_norms = {name: jnp.asarray(tensors[f"model.layers.{i}.{name}.weight"]) for name in NORMS}
-        layers.append({name: w for name, (w, _) in found.items()} | of_norms)
-    names = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+        (layout,) = layouts
+        joined = {name: beside([found[part][0] for part in parts], layout) for name, parts in PRODUCTS.items()}
+        layers.append(joined | {name: jnp.asarray(tensors[f"model.layers.{i}.{name}.weight"]) for name in NORMS})
+    names = {"embed": "model.embed_tokens", "norm": "model.norm"}
     params = {name: jnp.asarray(tensors[f"{of}.weight"]) for name, of in names.items()}
-    (layout,) = layouts
+    params["head"], _ = linear(tensors, "lm_head", weights if head else "")
     return {**params, "layers": layers}, layout
+
+
+def beside(weights: Sequence[Any], layout: str) -> Any:
+    """Returns weights whose columns are those of several, arrays or quantized operands, beside each other."""
+    axis = -1 if layout == "nn" else -2
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs, axis), *weights)
 
 
 def multiplied(x: Array, w: Any, layout: str) -> Array:
@@ -115,9 +138,8 @@ def logits(params: Params, tokens: Array, cache: list | None, position: Any, set
     x, written = params["embed"][tokens].astype(setup.dtype).reshape(batch * length, -1), []
     for i, w in enumerate(params["layers"]):
         y = normalized(x, w["input_layernorm"])
-        q, k, v = (
-            multiplied(y, w[f"self_attn.{name}_proj"], layout).reshape(batch, length, -1, size) for name in "qkv"
-        )
+        y = multiplied(y, w["self_attn.qkv_proj"], layout).reshape(batch, length, -1, size)
+        q, k, v = jnp.split(y, [setup.heads, setup.heads + setup.kv_heads], 2)
         q, k = rotate(q, positions), rotate(k, positions)
         if cache is not None:
             pairs = zip(cache[i], (k, v), strict=True)
@@ -130,10 +152,12 @@ def logits(params: Params, tokens: Array, cache: list | None, position: Any, set
         mixed = jnp.einsum("bkqts,bskd->btkqd", shares, v).reshape(x.shape)
         x = x + multiplied(mixed, w["self_attn.o_proj"], layout)
         y = normalized(x, w["post_attention_layernorm"])
-        gate, up = (multiplied(y, w[f"mlp.{name}_proj"], layout) for name in ("gate", "up"))
+        gate, up = jnp.split(multiplied(y, w["mlp.gate_up_proj"], layout), 2, -1)
         x = x + multiplied(jax.nn.silu(gate) * up, w["mlp.down_proj"], layout)
     last = normalized(x, params["norm"])
-    found = cutjax.gemm(last, params["head"].astype(x.dtype), layout="nt", out_dtype=jnp.float32)
+    head = params["head"]
+    head, layout = (head.astype(x.dtype), "nt") if isinstance(head, Array) else (head, layout)
+    found = cutjax.gemm(last, head, layout=layout, out_dtype=jnp.float32)
     return found.reshape(batch, length, -1), written
 
 
@@ -156,22 +180,25 @@ def main(argv: Sequence[str] | None = None) -> np.ndarray:
     """The command line; returns the tokens."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--weights", choices=WEIGHTS, default="int4", help="int8 and int4 are made of a file in bf16")
+    parser.add_argument("--head", action="store_true", help="quantize the head as the layers, to int8 or int4")
     parser.add_argument("--file", type=pathlib.Path, help="read from, or written first (default: a temporary one)")
     parser.add_argument("--config", choices=CONFIGS, default="gpu" if jax.default_backend() == "gpu" else "cpu")
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
     args = parser.parse_args(argv)
+    if args.head and args.weights not in ("int8", "int4"):
+        parser.error("--head is for int8 and int4: the other formats' files have the head in bf16")
     setup = CONFIGS[args.config]
 
     with tempfile.TemporaryDirectory() as folder:
         path = args.file or pathlib.Path(folder) / f"{args.weights}.safetensors"
         if not path.exists():
             save(path, random_checkpoint(setup, "bf16" if args.weights in ("int8", "int4") else args.weights))
-        params, layout = read(load(path), setup, args.weights)
+        params, layout = read(load(path), setup, args.weights, args.head)
         params = jax.block_until_ready(params)
     prompts = jax.random.randint(jax.random.key(0), (args.sequences, 8), 0, setup.vocabulary)
     token = jax.ShapeDtypeStruct((args.sequences, setup.width), setup.dtype)
-    print(cutjax.explain(lambda x, w: multiplied(x, w, layout))(token, params["layers"][0]["mlp.gate_proj"]), "\n")
+    print(cutjax.explain(lambda x, w: multiplied(x, w, layout))(token, params["layers"][0]["mlp.gate_up_proj"]), "\n")
 
     run = jax.jit(decoded, static_argnums=(2, 3, 4))
     times = []

@@ -49,7 +49,7 @@ def test_weights_are_read_as_they_are(example, tmp_path, weights):
     kind = weights if weights in checkpoints.FILES else "bf16"
     checkpoints.save(tmp_path / "file", checkpoints.random_linear(rng, "layers.1.x", n, k, kind))
     w, layout = checkpoints.linear(checkpoints.load(tmp_path / "file"), "layers.1.x", weights)
-    assert layout == ("nn" if weights in ("gptq", "awq", "mxfp4") else "nt")
+    assert layout == ("nn" if weights in ("gptq", "awq", "mxfp4", "int4") else "nt")
     assert w.shape == ((k, n) if layout == "nn" else (n, k))
     assert (w.dtype if weights == "bf16" else w.values.dtype) == DTYPES[weights]
     y = cutjax.gemm(jax.random.normal(jax.random.key(0), (4, k)), w, layout=layout)
@@ -71,12 +71,30 @@ def test_serving(example, monkeypatch, tmp_path, capsys):
     np.testing.assert_array_equal(serving.main(arguments), tokens)
 
     params, layout = serving.read(checkpoints.load(path), setup)
-    assert checkpoints.bytes_of(params["layers"][0]["mlp.up_proj"]) == 128 * 128 // 2 + 128 * 2 + 128 // 2
+    assert checkpoints.bytes_of(params["layers"][0]["mlp.gate_up_proj"]) == 2 * (128 * 128 // 2 + 128 * 2 + 128 // 2)
     wide = [{name: getattr(w, "dequantize", lambda w=w: w)() for name, w in params["layers"][0].items()}]
     prompts = jax.random.randint(jax.random.key(0), (2, 8), 0, setup.vocabulary)
     whole = jnp.concatenate([prompts, tokens], 1)
     found, _ = jax.jit(lambda tokens: serving.logits({**params, "layers": wide}, tokens, None, 0, setup, layout))(whole)
     np.testing.assert_array_equal(jnp.argmax(found, -1)[:, 7:-1], tokens)
+
+
+def test_serving_a_quantized_head(example, monkeypatch, tmp_path, capsys):
+    """The head of 4 bits is multiplied as the layers are; a file's own formats have none."""
+    serving, checkpoints = example("serve_quantized"), example("checkpoints")
+    setup = serving.Setup(128, 2, 1, 128, 1, dtype="float32")
+    monkeypatch.setattr(serving, "CONFIGS", {"cpu": setup})
+    path = tmp_path / "model.safetensors"
+    arguments = ["--weights", "int4", "--head", "--file", str(path), "--sequences", "2", "--tokens", "3"]
+    assert serving.main([*arguments, "--config", "cpu"]).shape == (2, 3)
+    params, layout = serving.read(checkpoints.load(path), setup, "int4", head=True)
+    tokens = jax.random.randint(jax.random.key(0), (2, 8), 0, setup.vocabulary)
+    found, _ = serving.logits(params, tokens, None, 0, setup, layout)
+    wide = {**params, "head": params["head"].dequantize().T}
+    np.testing.assert_allclose(found, serving.logits(wide, tokens, None, 0, setup, layout)[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(SystemExit):
+        serving.main(["--weights", "awq", "--head"])
+    assert "bf16" in capsys.readouterr().err
 
 
 def test_qlora(example, monkeypatch):
