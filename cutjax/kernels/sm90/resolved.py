@@ -93,7 +93,7 @@ class Resolved(base.Resolved):
         """
         p, c = self.multiplied, self.config
         plain = not any(x.view or x.scale or x.prologue for x in (p.a, *p.bs)) and len(self.way.pairs) == 1
-        if not plain or p.batch or p.groups or p.symmetric or self.phases:
+        if not plain or p.a.bits != p.bs[0].bits or p.batch or p.groups or p.symmetric or self.phases:
             return False, False
         alike = (c.parts == 1) & (c.stream_k == 0) & (c.sliced == 0) & (c.stages % self.k_blocks == 0)
         rows, columns = self.rows, self.columns
