@@ -177,14 +177,14 @@ def _made(
     name = eqn.primitive.name
     roles = _roles(eqn, backward) if is_backward else (ACTIVATIONS, WEIGHTS)
     if name == "dot_general":
-        numbers, invars, of = params["dimension_numbers"], eqn.invars, roles
+        numbers, result, (x, y), of = params["dimension_numbers"], eqn, eqn.invars, roles
         if turn is not None:
-            numbers, invars, of = tuple(pair[::-1] for pair in numbers), invars[::-1], roles[::-1]
-        result = turn or eqn
-        if why := function.why_not(*(x.aval for x in invars), numbers, params["precision"], result.outvars[0].aval, of):
+            numbers, result, (x, y), of = tuple(pair[::-1] for pair in numbers), turn, (y, x), (of[1], of[0])
+        precision = params["precision"]
+        if why := function.why_not(x.aval, y.aval, numbers, precision, result.outvars[0].aval, of):
             return why
-        how = numbers, params["precision"], params["preferred_element_type"], params["out_sharding"], of
-        made = in_place_of(result, lambda x, y: function.of_roles(x, y, *how), invars)
+        how = numbers, precision, params["preferred_element_type"], params["out_sharding"], of
+        made = in_place_of(result, lambda x, y: function.of_roles(x, y, *how), [x, y])
     else:
         found: list[str] = []
 
