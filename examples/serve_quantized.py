@@ -99,7 +99,7 @@ def read(tensors: Tensors, setup: Setup, weights: str = "", head: bool = False) 
         joined = {name: beside([found[part][0] for part in parts], layout) for name, parts in PRODUCTS.items()}
         layers.append(joined | {name: jnp.asarray(tensors[f"model.layers.{i}.{name}.weight"]) for name in NORMS})
     names = {"embed": "model.embed_tokens", "norm": "model.norm"}
-    params = {name: jnp.asarray(tensors[f"{of}.weight"]) for name, of in names.items()}
+    params: Params = {name: jnp.asarray(tensors[f"{of}.weight"]) for name, of in names.items()}
     params["head"], _ = linear(tensors, "lm_head", weights if head else "")
     return {**params, "layers": layers}, layout
 

@@ -1,5 +1,5 @@
-// Drains the pipeline (tiles.cuh): a multiply_*.cuh does so for some k blocks, and drain_each.cuh, or drain_warps.cuh,
-// where the sums of each are promoted.
+// Drains the pipeline (tiles.cuh): a multiply_*.cuh does so for some k blocks, and drain_each.cuh where the sums of
+// each are promoted.
 
 // One warpgroup: accumulators, over all k blocks and pairs of terms. Where sums are promoted, accumulators are sums of
 // sums.
