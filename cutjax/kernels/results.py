@@ -57,7 +57,7 @@ def finish_parts(
     """Returns the results, of the parts of each product: they are added up in order, and made the product.
 
     Of few rows by narrow weights that stays a pass of its own: XLA would add them up again for each element of what is
-    made of them, which took 73 us of a step of decoding.
+    made of them, which took 73 us of a layer of decoding.
     """
     p = problem
     sums = [functools.reduce(jax.lax.add, [parts[i] for i in range(parts.shape[0])]) for parts in written]

@@ -62,10 +62,10 @@ CASES = {
     ),
     "gate of more rows": (
         functools.partial(cutjax.gemm, epilogue=lambda a, b: jax.nn.silu(a) * b),
-        (aval(128, 4096), (GATE, GATE)),
+        (aval(512, 4096), (GATE, GATE)),
         r"sm90_bf16xs4by128bf16_nn_256x64x64_.*_swap_e\w+$",
-        "weights decoded of several products beside more than 64 rows",
-        ["128x4096xbf16", *["4096x14336xi4"] * 2, *["32x14336xbf16"] * 2],
+        "weights decoded of several products beside more than 256 rows",
+        ["512x4096xbf16", *["4096x14336xi4"] * 2, *["32x14336xbf16"] * 2],
     ),
     "gate of a token": (
         functools.partial(cutjax.gemm, epilogue=lambda a, b: jax.nn.silu(a) * b),

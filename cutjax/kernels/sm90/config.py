@@ -409,4 +409,5 @@ def _digest(epilogue: Epilogue) -> str:
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
 # compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192
+MOST_BY_WARPS = 8  # columns of a tile: of 16, and of 24 and 32 by two warpgroups, they were no faster than wgmma
 FEW = 64  # columns of a tile, beside which a warpgroup of 128 rows decodes twice as much at once

@@ -29,7 +29,8 @@ _NARROW = {
 # Of a scale's dtype: the file that multiplies by it, where it is not the dtype that is multiplied.
 _FACTORS = {"float32": "f32", "bfloat16": "other", "float16": "other", "float8_e8m0fnu": "e8m0"}
 _TMA_ALIGNED = 128  # bytes at which TMA writes
-FEW_ROWS = 64  # beside which several products and batches were timed
+TIMED = {4: 256, 8: 64}  # rows beside which several products of so many bits were timed
+TIMED_BATCHES = 64
 
 
 def _factor(scale: Scale, wide: np.dtype) -> str | None:
@@ -164,6 +165,7 @@ def unmeasured(problem: Problem) -> str:
     several, batch = problem.products > 1, math.prod(problem.batch) > 1
     if several and (problem.groups or batch):
         return "weights decoded of several products in groups or in a batch"
-    if problem.n <= FEW_ROWS or not (several or (batch and factors(problem))):
+    if not (several or (batch and factors(problem))):
         return ""
-    return f"weights decoded {'of several products' if several else 'in a batch'} beside more than {FEW_ROWS} rows"
+    what, most = ("of several products", TIMED[problem.a.bits]) if several else ("in a batch", TIMED_BATCHES)
+    return f"weights decoded {what} beside more than {most} rows" if problem.n > most else ""

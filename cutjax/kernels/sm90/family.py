@@ -17,7 +17,7 @@ from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
 from cutjax.kernels.sm90 import kernel, operands, residual, windows
-from cutjax.kernels.sm90.config import Config, Configs, Some
+from cutjax.kernels.sm90.config import MOST_BY_WARPS, Config, Configs, Some
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.kernel import resolve
 from cutjax.kernels.sm90.phases import parts
@@ -54,7 +54,7 @@ SWAPPED_TILES = {
 }
 # Of weights that are decoded beside few rows, by four warpgroups. Beside 64 rows they took 1.4 times as long.
 SLICED_TILES = {("sliced", 64): (8, 16), ("sliced", 128): (8, 16), ("sliced", 256): (8, 16)}
-# The same by mma.sync, of weights in 4 bits.
+# The same by mma.sync, of weights in 4 bits beside as few rows as a tile has: of 16, two tiles took 1.15 times as long.
 WARPS_TILES = {("warps", 128): (8,), ("warps", 256): (8,)}
 TILES_BY_NAME = {"plain": TILES, "symmetric": SYMMETRIC_TILES, "promoted": PROMOTED_TILES, "swapped": SWAPPED_TILES}
 FEW_COLUMNS = 512  # of the transposed result: up to here, widths that divide them evenly take the place of those above
@@ -177,7 +177,7 @@ def _shipped(problem: Problem) -> list[tuple[Facts, Some]]:
 def _configs(facts: Facts, kind: Facts) -> Some:
     """Returns the configs that are shipped for a problem, from a table of those of its kind."""
     problem, swap = facts.problem, facts.staging.swap
-    any_width, decoded = problem.bs[0].contiguous == "k", problem.a.bits * operands.decoded(problem.a, problem.bs[0])
+    any_width, decoded = problem.bs[0].contiguous == "k", operands.decoded(problem.a, problem.bs[0])
     name = "promoted" if facts.way.each else "plain"
     name = "symmetric" if problem.symmetric and problem.layout == "nt" else "swapped" if swap else name
     # Of groups, which are uneven, up to twice the average, and the width that holds all but few of them.
@@ -185,7 +185,8 @@ def _configs(facts: Facts, kind: Facts) -> Some:
     columns = 2 * average or problem.n
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
     few = tuple(sorted({*few, min(-(-3 * average // 16) * 8, 256)})) if few and average else few
-    whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
+    warps = problem.a.bits == 4 and decoded and problem.n <= MOST_BY_WARPS
+    whole = _whole(name, swap, any_width, decoded, warps, problem.device.shared, few)
     depth, k = _config().depth(problem), problem.k * len(facts.way.pairs)
     depths = _DEPTHS if facts.staging.operands else _DEPTHS[:3]
     k = next((x for x in depths if k <= x * depth), 2 * _DEPTHS[-1]) * depth
@@ -209,9 +210,11 @@ def _staged(whole: Configs, ways: _Ways | None, kind: Facts, k: int) -> Configs:
 
 
 @functools.lru_cache(maxsize=256)
-def _whole(name: str, swap: bool, any_width: bool, decoded: int, shared: bool, few: tuple[int, ...]) -> Configs:
-    """Returns the tiles of that name in clusters, of two stages, whose contraction is whole; of bits of weights."""
-    rows, tiles = [], TILES_BY_NAME[name] | (SLICED_TILES if decoded else {}) | (WARPS_TILES if decoded == 4 else {})
+def _whole(
+    name: str, swap: bool, any_width: bool, decoded: bool, warps: bool, shared: bool, few: tuple[int, ...]
+) -> Configs:
+    """Returns the tiles of that name in clusters, of two stages, whose contraction is whole."""
+    rows, tiles = [], TILES_BY_NAME[name] | (SLICED_TILES if decoded else {}) | (WARPS_TILES if warps else {})
     for (schedule, bm), widths in tiles.items():
         # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
         # Of weights that are decoded, one warpgroup's at a time, it took 1.09 to 1.4 times as long wherever measured.

@@ -11,12 +11,10 @@ from cutjax.kernels import sums
 from cutjax.kernels.columns import minimum, some, where
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, prologue, windows
-from cutjax.kernels.sm90.config import Config, Sizes
+from cutjax.kernels.sm90.config import MOST_BY_WARPS, Config, Sizes
 from cutjax.kernels.sm90.facts import Facts, Footprint
 from cutjax.kernels.sm90.phases import Phases
 from cutjax.kernels.sm90.resolved import cluster_tile
-
-MOST_BY_WARPS = 8  # columns of a tile; of 16, and of 24 and 32 by two warpgroups, they were no faster than wgmma
 
 
 def checks(
