@@ -152,3 +152,17 @@ def test_gradients_past_weights_in_groups():
     assert "swap_groups_m" in forward.runs
     assert "groups_m" in back.runs
     assert "b dequantized to bf16" in back.why
+
+
+@pytest.mark.parametrize(("rows", "alone"), [(16, True), (128, False)])
+def test_the_sum_of_parts_of_few_rows_is_a_pass_of_its_own(rows, alone):
+    """XLA may not compute it again for each element of what reads it; of more rows it may fuse it."""
+    config = cutjax.Config(bm=256, bn=16, bk=128, stages=8, schedule="sliced", swap=True, splits=2)
+
+    def add(x, w, y):
+        return cutjax.gemm(x, w, backend="cuda", config=config) + y
+
+    with settings.override(target_arch="sm_90a"):
+        args = aval(rows, 4096), weights(jnp.int4, BF16, 128, 4096, 1024), aval(rows, 1024)
+        text = jax.jit(add).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("optimization_barrier" in text) == alone
