@@ -204,7 +204,7 @@ def _of_both(kernel: Resolved, device: Device) -> dict[str, Any]:
 
 
 def _asked_for(kernel: Resolved, device: Device) -> Any:
-    """Returns how often each line of memory of an operand is asked for, of both, where tiles share these."""
+    """Returns the times that each line of memory of an operand is asked for, of both, where tiles share these."""
     p = kernel.multiplied
     if p.batch or p.groups or p.a.view:
         return 0 * kernel.columns
@@ -261,7 +261,7 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
 
 
 def _partial(kernel: Resolved) -> Any:
-    """Returns how many parts of lines tiles ask for again, of operands whose rows of k are shorter than a line."""
+    """Returns the number of parts of lines that tiles ask for again, where rows of k are shorter than a line."""
     p, found = kernel.multiplied, 0 * kernel.rows
     for operand, size, times in ((p.a, p.m, kernel.columns), (p.bs[0], p.n, kernel.rows)):
         row = operand.bytes(p.k)
