@@ -14,7 +14,7 @@ from jax import lax
 
 import cutjax
 from cutjax.kernels.network.choose import resolve
-from cutjax.kernels.network.resolved import Config
+from cutjax.kernels.network.config import Config
 from cutjax.primitives import network
 
 pytestmark = pytest.mark.gpu

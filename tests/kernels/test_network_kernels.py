@@ -18,10 +18,10 @@ from cutjax.dot_precision import canonical
 from cutjax.kernels.device import reference
 from cutjax.kernels.network import derivative
 from cutjax.kernels.network.choose import choose, resolve
+from cutjax.kernels.network.config import Config
 from cutjax.kernels.network.kernel import Kernel
 from cutjax.kernels.network.problem import Problem
 from cutjax.kernels.network.program import Affine, Builder, Kind, Map, Outer, Program, Term, elementwise, reusing
-from cutjax.kernels.network.resolved import Config
 from cutjax.kernels.network.schedule import OuterPhase, Schedule
 from cutjax.primitives import network
 from cutjax.runtime import compiler
@@ -137,13 +137,15 @@ def test_on_the_emulated_device(case):
 
 
 BY_WGMMA = [
-    ("result", (64,), Config(4, 1, wgmma=True)),
+    ("result", (64, 64), Config(8, 1, blocks=3, wgmma=True)),
+    ("result", (128, 64), Config(12, 1, wgmma=True)),
     ("tangents", (33, 64), Config(12, 1, wgmma=True)),
     ("gradients", (64, 64), Config(4, 1, planes=True, wgmma=True)),
     ("gradients", (128,), Config(4, 1, planes=True, wgmma=True)),
     ("gradients", (64, 16, 64), Config(4, 1, planes=True, wgmma=True)),  # no product with ones sums the bias's of 16
 ]
 APART = Config(8, 1, memory=True, planes=True, wgmma=True, apart=True)
+COPIED = dataclasses.replace(APART, copied=True)
 
 
 @needs_nvrtc
@@ -177,6 +179,28 @@ def test_sums_apart_on_the_emulated_device(widths, f, dtype, networks):
     """Factors narrow, and wide of two sizes; what functions read in planes, and stashed; rows of more than a tile."""
     p = problem(form("gradients", layers(*widths, f=f)), dtype, arch="sm_90a", rows=270, networks=networks)
     kernel = Kernel(p, APART)
+    assert not kernel.reasons()
+    arrays = list(drawn(p))
+    for found, wanted in zip(computed(kernel, arrays), expected(p, arrays), strict=True):
+        distance = np.abs(np.asarray(found, np.float32) - wanted).max() / np.abs(wanted).max()
+        assert distance < ERRORS[dtype]
+
+
+@needs_nvrtc
+@needs_gxx
+@pytest.mark.parametrize(
+    ("widths", "f", "dtype", "networks"),
+    [
+        ((3, 128, 128, 128, 1), jnp.tanh, "bfloat16", 1),
+        ((5, 128, 64, 128, 2), jnp.tanh, "float16", 2),
+        ((7, 64, 128, 7), jax.nn.silu, "bfloat16", 1),
+    ],
+    ids=["tanh", "of two", "silu"],
+)
+def test_copied_planes_on_the_emulated_device(widths, f, dtype, networks):
+    """Buffers in turns over several tiles, the last not full, of which warpgroups are done in any order."""
+    p = problem(form("gradients", layers(*widths, f=f)), dtype, arch="sm_90a", rows=650, networks=networks)
+    kernel = Kernel(p, COPIED)
     assert not kernel.reasons()
     arrays = list(drawn(p))
     for found, wanted in zip(computed(kernel, arrays), expected(p, arrays), strict=True):

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
 
 from cutjax.dtypes import short
 from cutjax.epilogue import emit
+from cutjax.kernels.network.config import Config
 from cutjax.kernels.network.kernel import Kernel
 from cutjax.kernels.network.problem import Problem
 from cutjax.kernels.network.program import Map
-from cutjax.kernels.network.resolved import Config
 from cutjax.runtime.architectures import number
 from cutjax.runtime.choice import Choice, fastest
 
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST = 256
 # By wgmma, the fastest first, of those with as many registers and as much shared memory as a network needs: measured on
-# an H200, 64 and 128 wide (benchmarks/results/experiments/networks-wgmma-h200.json). All were faster than any other.
-BY_WGMMA = tuple(Config(warps, 1, blocks=blocks, wgmma=True) for warps, blocks in ((4, 5), (12, 1), (8, 1), (4, 1)))
+# an H200, 64 and 128 wide (benchmarks/results/experiments/networks-again-h200.json). All were faster than any other.
+SHAPES = ((8, 3), (4, 5), (12, 1), (8, 1), (4, 1))  # warps, and blocks on an SM
+BY_WGMMA = tuple(Config(warps, 1, blocks=blocks, wgmma=True) for warps, blocks in SHAPES)
+SUMS_APART = Config(8, 1, memory=True, planes=True, wgmma=True, apart=True)  # of networks wider than 64 alone
 SUMS_BY_WGMMA = (
     Config(4, 1, blocks=2, planes=True, wgmma=True),
-    Config(8, 1, memory=True, planes=True, wgmma=True, apart=True),  # of networks wider than 64 alone
+    dataclasses.replace(SUMS_APART, copied=True),
+    SUMS_APART,
 )
 
 

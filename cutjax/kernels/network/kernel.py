@@ -14,8 +14,9 @@ from cutjax.dtypes import short
 from cutjax.kernels import reasons
 from cutjax.kernels.network import text
 from cutjax.kernels.network.outer import OuterSums
+from cutjax.kernels.network.places import SMS
 from cutjax.kernels.network.program import Affine, Outer
-from cutjax.kernels.network.resolved import PRODUCTS, SMS, Resolved
+from cutjax.kernels.network.resolved import PRODUCTS, Resolved
 from cutjax.kernels.network.schedule import padded
 from cutjax.runtime import sources
 from cutjax.runtime.compiler import Cubin, compile_kernel
@@ -56,7 +57,8 @@ class Kernel(Resolved):
         p, c = self.problem, self.config
         digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
         widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
-        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma + "a" * c.apart
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums + "p" * c.planes + "g" * c.wgmma
+        flags += "a" * c.apart + "b" * c.copied
         dtype = short(p.dtype.name)
         math = self.math if self.math != dtype else ""
         return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
@@ -96,11 +98,13 @@ class Kernel(Resolved):
             found.append("sums apart are of planes, wgmma, and factors of up to 128 columns")
         if self.plane_bytes > MOST_IN_MEMORY:
             found.append(f"{self.plane_bytes} bytes of planes in memory, at most {MOST_IN_MEMORY}")
+        if c.copied:
+            found += self._reasons_of_copies()
         if c.planes and not self.schedule.planes:
             found.append("no outer products, whose factors planes have")
-        most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
-        if self.shared_bytes > most:
-            found.append(f"{self.shared_bytes} bytes of shared memory, at most {most} with {c.blocks} blocks an SM")
+        if self.shared_bytes > self.most_shared_bytes:
+            most = f"at most {self.most_shared_bytes} with {c.blocks} blocks an SM"
+            found.append(f"{self.shared_bytes} bytes of shared memory, {most}")
         limit = min(255, device.registers_per_sm // (self.threads * c.blocks) // 8 * 8)
         if self.registers > limit:
             found.append(f"about {self.registers} registers a thread, at most {limit}")
@@ -119,6 +123,17 @@ class Kernel(Resolved):
                 self._launches(b"-", b"-")
             except ValueError as error:
                 found.append(f"inputs and results are too many for one launch ({error})")
+        return found
+
+    def _reasons_of_copies(self) -> list[str]:
+        """Returns the reasons against planes that bulk copies move."""
+        c, width, found = self.config, self.schedule.width, []
+        if not c.apart or c.tiles > 1 or any(self.schedule.is_input(x) or padded(width(x)) % 64 for x in self.lasting):
+            found.append("bulk copies are of planes apart that stages make, one tile a warp, multiples of 64 columns")
+        if any(x not in self.prefetched or width(x) > 7 for _, x in self.narrow.values()):
+            found.append("beside bulk copies narrow factors are inputs of up to 7 columns")
+        if self.warp_sums or (self.narrow and {x for _, x in self.schedule.sums} - {*self.summed.values()}):
+            found.append("beside bulk copies all sums of columns come with outer products")
         return found
 
     def compile(self) -> Cubin:

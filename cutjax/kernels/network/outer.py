@@ -70,6 +70,7 @@ class OuterSums:
             "ONES": self._ones,
             "ALL_CHUNKS": self.of.chunks,
             "F16": dtype.name == "float16",
+            "IN_ORDER": self.of.config.copied,
         }
         widths = sorted({64 * self._chunks(x)[0] for x in self.results})
         products = [wgmma(n, dtype, dtype, False, False).replace("wgmma(", "wgmma_outer(") for n in widths]

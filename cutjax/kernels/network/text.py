@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
-from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.network.program import Affine, Map
 from cutjax.kernels.network.resolved import Resolved
 from cutjax.kernels.network.schedule import OuterPhase, Stage, padded
+from cutjax.kernels.network.stages import Stages, wgmma_name
+from cutjax.kernels.network.values import numbers
 from cutjax.kernels.wgmma import wgmma
-
-_UNROLL = {True: "#pragma unroll", False: "#pragma unroll 1"}
 
 
 def functions(of: Resolved) -> str:
@@ -22,34 +20,13 @@ def functions(of: Resolved) -> str:
     return "".join(found)
 
 
-def numbers(of: Resolved) -> dict[Epilogue, int]:
-    """Returns the number of each elementwise function."""
-    found = [of.schedule.function(stage) for stage in of.schedule.stages]
-    again = [of.schedule.makers[x] for x in of.schedule.made_again]
-    used = [of.function(x[0], x[1]) for x in (*found, *again) if x and isinstance(x[0], Map)]
-    return {function: i for i, function in enumerate(dict.fromkeys(used))}
-
-
-class Body:
+class Body(Stages):
     """The text of a kernel's body, phase by phase."""
-
-    def __init__(self, of: Resolved):
-        self.of, self.schedule, self.program = of, of.schedule, of.schedule.program
-        # Values whose planes other warps may read, or which were made, since all warps met; at first, the last tile's.
-        self.read, self.made = set(self.schedule.planes), set[int]()
-        self.waiting: Collection[int] = ()  # of a stage, what it writes to planes at its end
-        self.functions = numbers(of)
-        self.begun = set[int]()  # the places of stages whose products were begun
-        self.since = 0  # outer products that were begun since
-        self.pending = False  # whether wgmmas of outer products are waited for
-        self.place = 0  # of a stage
-        self.early = set[int]()  # what a stage reads of memory, which is loaded before it waits for products
 
     def text(self) -> str:
         """Returns the text."""
         lines = [
             *self._prologue(),
-            *self._fetched("first"),
             "for (int tile = first; tile < tiles; tile += blocks) {",
             *self._tile(),
             "}",
@@ -61,6 +38,7 @@ class Body:
         yield "const int network = blockIdx.x / blocks, first = blockIdx.x % blocks;"
         yield "extern __shared__ __align__(1024) unsigned char shared_memory[];"
         yield "const u32 shared = shared_address(shared_memory);"
+        matrices: list[str] = []  # which wait for loads of odd columns, when vectors' are on their way
         stored: list[str] = []  # what waits for loads of vectors, all of which are on their way
         for i, (kind, (dtype, own)) in enumerate(zip(self.program.inputs, of.problem.given, strict=True)):
             size, elements = f"SIZE<Dtype::{DTYPES[dtype].stored}>", " * ".join(map(str, kind.sizes))
@@ -72,18 +50,26 @@ class Body:
                 yield f"const float element{i} = load_element<Dtype::{DTYPES[dtype].stored}>(in{i}, {n});"
                 yield f"float* const vector{i} = reinterpret_cast<float*>(shared_memory + {of.places[i]});"
                 stored.append(f"if (threadIdx.x < {padded(n)}) vector{i}[threadIdx.x] = element{i};")
+                if i in of.biases[0]:
+                    at = of.biases[0][i]
+                    stored.append(f"if (threadIdx.x < {padded(n)}) store_bias(shared_memory + {at}, element{i});")
             elif kind.name == "matrix":
                 k, n = kind.sizes
-                yield f"{self._matrix(i)}::load(shared + {of.places[i]}, in{i}, {k}, {n});"
+                matrices.append(f"{self._matrix(i)}::load(shared + {of.places[i]}, in{i}, {k}, {n});")
             elif kind.name == "vector":
                 (n,) = kind.sizes
                 yield f"float* const vector{i} = reinterpret_cast<float*>(shared_memory + {of.places[i]});"
                 yield f"load_vector<Dtype::{DTYPES[dtype].stored}>(vector{i}, in{i}, {n}, {padded(n)});"
+        yield from matrices
         yield from stored
+        if of.biases[0]:
+            yield "const Fragment ones = ones_of_biases();"
+            yield f"clear_biases<{of.zeros}, {of.biases[1]}>(shared);"
         for i, x in of.written:
             yield f"out{i} += static_cast<i64>(network) * rows * {self.schedule.width(x)} * {self._size(i)};"
         if of.partials:
-            yield f"partials += static_cast<i64>(blockIdx.x) * {of.partials};"
+            part = f"(blockIdx.x * {of.groups} + threadIdx.x / 128)" if of.groups > 1 else "blockIdx.x"
+            yield f"partials += static_cast<i64>({part}) * {of.partials};"
         for x in of.warp_sums:
             yield f"float* const sums{x} = reinterpret_cast<float*>(shared_memory + {of.places[x]});"
             size = f"WARPS * {of.warp_elements(x)}"
@@ -94,6 +80,13 @@ class Body:
             memory = f"stashes + static_cast<i64>(blockIdx.x) * {of.stash_bytes}"
             begin = memory if of.config.memory else f"reinterpret_cast<char*>(shared_memory) + {of.stash_place}"
             yield f"char* const own_stash = {begin} + threadIdx.x * 16;"
+        if of.config.copied:
+            group = f"threadIdx.x / 128 * {of.group_bytes}"
+            yield f"const u32 staging = shared + {of.staging} + uniform({group});"
+        for i, (wide, narrow) in enumerate(of.narrow.values()):
+            sizes = f"{self.schedule.width(wide)}, {self.schedule.width(narrow)}"
+            yield f"NarrowProducts<{sizes}> narrow{i};"
+            yield f"narrow{i}.clear();"
         if not of.config.memory_sums and not of.config.apart:
             for x in self.schedule.outers:
                 yield f"{self._products(x)} products{x};"
@@ -103,17 +96,11 @@ class Body:
             yield f"for (int at = threadIdx.x; at < {32 * of.rows}; at += THREADS)"
             yield f"  st_shared_u32(shared + {of.ones} + at * 4, {one});"
         yield "cp_async_commit_group();"
+        yield from self._fetched("first")
         yield "cp_async_wait_group<0>();"
         if of.config.wgmma:
             yield "fence_proxy_async();"
         yield "__syncthreads();"
-
-    def _matrix(self, x: int) -> str:
-        k, n = self.program.kinds[x].sizes
-        return f"{'Swizzled' if self.of.swizzled(x) else 'Matrix'}<{padded(n)}, {padded(k)}>"
-
-    def _size(self, i: int) -> str:
-        return f"SIZE<Dtype::{DTYPES[self.of.problem.dtypes[i]].stored}>"
 
     def _products(self, x: int) -> str:
         a, b = self.program.kinds[x].sizes
@@ -125,7 +112,11 @@ class Body:
     def _tile(self) -> Iterator[str]:
         yield "  const int row = tile * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4;"
         if self.of.apart:
-            yield f"  char* const own_planes = own_rows<{self.of.chunks}>(planes, row);"
+            if self.of.config.copied:
+                group = "(tile * (THREADS / 128) + threadIdx.x / 128)"
+                yield f"  char* const own_planes = planes + {group} * i64({self.of.chunks} * 8192);"
+            else:
+                yield f"  char* const own_planes = own_rows<{self.of.chunks}>(planes, row);"
         for x in self.of.prefetched:
             yield f"  const Chunk now{x} = next{x}.chunk();"
         yield from (f"  {line}" for line in self._fetched("tile + blocks"))
@@ -156,255 +147,8 @@ class Body:
                 yield from self._outer(phase)
         if self.pending:
             yield "  wgmma_wait_group<0>();"
-
-    def _fetched(self, tile: str) -> Iterator[str]:
-        """Yields the loads of what is prefetched for a tile."""
-        at = f"({tile}) * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4"
-        for x in self.of.prefetched:
-            if tile == "first":
-                yield f"{self._rows(x)} next{x};"
-            yield f"next{x}.load(in{x}, {at}, rows, 0);"
-
-    def _rows(self, x: int) -> str:
-        return f"Rows<Dtype::{DTYPES[self.of.problem.given[x][0]].stored}, {self.schedule.width(x)}>"
-
-    def _loaded(self, x: int, j: str) -> str:
-        """Returns the chunk of an input."""
-        rows = self._rows(x).removeprefix("Rows")
-        return f"now{x}" if x in self.of.prefetched else f"load_rows{rows}(in{x}, row, rows, {j})"
-
-    def _writes(self, values: Collection[int]) -> Iterator[str]:
-        """Yields a barrier where other warps may still read what planes of some values had before."""
-        if self._meet(values, self.read):
-            yield from self._barrier()
-        self.made.update(values)
-
-    def _barrier(self) -> Iterator[str]:
-        if self.of.config.outer_wgmma:
-            if self.pending:
-                yield "wgmma_wait_group<0>();"
-                self.pending, self.since = False, 0
-            if self.made:
-                yield "fence_proxy_async();"
-        yield "__syncthreads();"
-        self.read.clear()
-        self.made.clear()
-
-    def _meet(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """True if planes of some values and of others overlap, of which warps read each other's rows."""
-        return not self.of.config.apart and any(
-            x.start < y.stop and y.start < x.stop for x in map(self.of.plane, some) for y in map(self.of.plane, others)
-        )
-
-    def _staged(self, x: int) -> str:
-        return f"{'Plane' if self.of.config.outer_wgmma else 'Staged'}<{padded(self.schedule.width(x))}>"
-
-    def _sums(self, x: int) -> str:
-        return f"sums{x} + threadIdx.x / 32 * {self.of.warp_elements(x)}"
-
-    def _columns(self, value: int, then: list[str], unroll: bool = False) -> Iterator[str]:
-        """Yields a loop over the columns of a value that is read again, in chunks ``c<value>``."""
-        yield f"  {_UNROLL[unroll]}"
-        yield f"  for (int j = 0; j < {padded(self.schedule.width(value)) // 16}; ++j) {{"
-        yield from (f"    {line}" for line in [*self._chunk(value, "j", set()), *then])
-        yield "  }"
-
-    def _chunk(self, x: int, j: str, known: set[int]) -> Iterator[str]:
-        """Yields the lines that make the chunk of a value that is read again, unless it is known already."""
-        if x in known:
-            return
-        known.add(x)
-        if x in self.early:
-            yield f"const Chunk c{x} = unpacked(h{x}[{j}]);"
-        elif x in self.of.in_shared:
-            yield f"const Chunk c{x} = {self._staged(x)}::load(shared + {self.of.plane(x).start}, {j});"
-        elif self.schedule.is_input(x):
-            yield f"const Chunk c{x} = {self._loaded(x, j)};"
-        elif x in self.of.in_memory:
-            yield f"const Chunk c{x} = plane_chunk<{self.of.in_memory[x]}>(own_planes, {j});"
-        elif x in self.schedule.stashed:
-            yield f"const Chunk c{x} = unstash({self._stash(x, j)});"
-        else:
-            step, values = self.schedule.makers[x]
-            assert isinstance(step, Map)
-            for y in step.values:
-                yield from self._chunk(y, j, known)
-            known.update(values)
-            yield from self._map(step, values)
-            yield from self._cleared(x, j)
-
-    def _cleared(self, x: int, j: str) -> Iterator[str]:
-        width = self.schedule.width(x)
-        if width % 16:
-            yield f"clear_columns<{width}>(c{x}, {j});"
-
-    def _stash(self, x: int, j: str) -> str:
-        return f"own_stash + ({self.of.slots[x]} + {j}) * (STASH_VECTORS * 16 * THREADS)"
-
-    def _map(self, step: Map, values: tuple[int, ...]) -> Iterator[str]:
-        yield f"Chunk {', '.join(f'c{x}' for x in values)};"
-        given = ", ".join(f"c{x}.x[i][h][e]" for x in step.values)
-        made = ", ".join(f"c{x}.x[i][h][e]" for x in values)
-        yield "EACH_ELEMENT {"
-        yield f"  const float value[{len(step.values)}] = {{{given}}};"
-        yield f"  function{self.functions[self.of.function(step, values)]}(value, 0, 0, {made});"
-        yield "}"
-
-    def _stage(self, stage: Stage) -> Iterator[str]:
-        schedule, chained = self.schedule, self.schedule.chained
-        multiplied = schedule.multiplied(stage)
-        slices = padded(stage.width) // 16
-        handed = [x for i, x in schedule.handed if i == self.place + 1 and x in stage.makes]
-        lasting = [x for x in stage.makes if x in self.of.in_memory]
-        for x in dict.fromkeys([*handed, *lasting]):
-            yield f"  Fragment f{x}[{slices}];"
-        made = self.of.in_shared.intersection(stage.makes)
-        # What is handed on, and may not be written before other warps have read, waits for the last column.
-        self.waiting = made if made <= {*handed} and self._meet(made, self.read) else set()
-        if not self.waiting:
-            yield from (f"  {line}" for line in self._writes(made))
-        if self.schedule.planes:
-            yield "  __syncwarp();"
-        yield "  {"
-        ahead = [x for x in multiplied if (self.place, x) not in schedule.handed and self.of.ahead[self.place]]
-        for x in ahead:
-            yield f"    Fragment f{x}[{padded(schedule.width(x)) // 16}];"
-            yield from (f"  {line}" for line in self._columns(x, [f"f{x}[j] = packed(c{x});"], True))
-        at_once = self.of.at_once(self.place)
-        if at_once and self.place not in self.begun:
-            yield from (f"    {line}" for line in self._begun(stage, self.place))
-        for x in sorted(self._read_early(stage)):
-            yield f"    Fragment h{x}[{slices}];"
-            yield f"    load_plane<{self.of.in_memory[x]}>(own_planes, h{x});"
-            self.early.add(x)
-        if at_once:
-            yield from (f"    {line}" for line in self._multiplied(stage))
-        yield f"    {_UNROLL[chained]}"
-        yield f"    for (int j = 0; j < {slices}; ++j) {{"
-        yield from (f"      {line}" for line in self._columns_of(stage, ahead, [*dict.fromkeys([*handed, *lasting])]))
-        yield "    }"
-        yield "  }"
-        self.early.clear()
-        after = self.place + 1
-        if self.of.config.outer_wgmma and after < len(schedule.stages) and self.of.at_once(after):
-            following = schedule.stages[after]
-            if all((after, x) in schedule.handed for x in schedule.multiplied(following)):
-                yield from (f"  {line}" for line in self._begun(following, after))
-        yield from (f"  store_plane<{self.of.in_memory[x]}>(own_planes, f{x}, row, rows);" for x in lasting)
-        if self.waiting:
-            yield from (f"  {line}" for line in self._writes(made))
-        for x in self.waiting:
-            yield f"  {_UNROLL[True]}"
-            stored = f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, f{x}[j], j);"
-            yield f"  for (int j = 0; j < {slices}; ++j) {stored}"
-        for x in sorted(made):
-            cleared = f"{self._staged(x)}::clear(shared + {self.of.plane(x).start}, row, rows);"
-            yield f"  if ((tile + 1) * ROWS > rows) {cleared}"
-
-    def _read_early(self, stage: Stage) -> set[int]:
-        """Returns the values in memory that the functions of a stage read."""
-        function = self.schedule.function(stage)
-        return set(function[0].values if function else ()).intersection(self.of.in_memory).difference(stage.makes)
-
-    def _begun(self, stage: Stage, place: int) -> Iterator[str]:
-        """Yields the lines that begin the products of all columns of a stage, sums ``s<value>``."""
-        self.begun.add(place)
-        self.since = 0
-        slices = padded(stage.width) // 16
-        for x in stage.affine:
-            yield f"Sums<{8 * slices}> s{x};"
-        yield _UNROLL[True]
-        yield f"for (int j = 0; j < {slices}; ++j) {{"
-        for x in stage.affine:
-            yield from (f"  {line}" for line in self._first(x))
-            yield f"  s{x}.set(c{x}, j);"
-        yield "}"
-        yield "wgmma_fence();"
-        yield _UNROLL[True]
-        yield "for (int i = 0; i < M_TILES; ++i) {"
-        for (matrix, transposed), pairs in self.schedule.terms(stage).items():
-            k, n = self.program.kinds[matrix].sizes
-            t = str(transposed).lower()
-            yield f"  {_UNROLL[True]}"
-            yield f"  for (int k = 0; k < {padded(n if transposed else k) // 16}; ++k) {{"
-            yield f"    const u64 b = {self._matrix(matrix)}::descriptor<{t}>(shared + {self.of.places[matrix]}, k);"
-            for result, x in pairs:
-                yield f"    {wgmma_name(stage, transposed)}(s{result}.x[i], f{x}[k].w[i], b, 1);"
-            yield "  }"
-        yield "}"
-        yield "wgmma_commit_group();"
-
-    def _multiplied(self, stage: Stage) -> Iterator[str]:
-        """Yields the wait for products, but not for outer products that were begun since."""
-        yield f"wgmma_wait_group<{self.since}>();"
-        self.pending = self.since > 0
-        for x in stage.affine:
-            yield _UNROLL[True]
-            yield f"for (int i = 0; i < M_TILES; ++i) wgmma_done(s{x}.x[i]);"
-
-    def _first(self, x: int) -> Iterator[str]:
-        """Yields the chunk that products are added to: of vectors, or of zeros."""
-        step, _ = self.schedule.makers[x]
-        assert isinstance(step, Affine)
-        first, *more = step.vectors or (None,)
-        yield f"Chunk c{x}{{}};" if first is None else f"Chunk c{x} = vector_rows(vector{first}, j);"
-        for vector in more:
-            yield f"add_vector(c{x}, vector{vector}, j);"
-
-    def _products_of(self, stage: Stage, ahead: list[int]) -> Iterator[str]:
-        """Yields the products of 16 columns of a stage."""
-        schedule = self.schedule
-        for x in stage.affine:
-            yield from self._first(x)
-        for (matrix, transposed), pairs in schedule.terms(stage).items():
-            k, n = self.program.kinds[matrix].sizes
-            there = f"{self._matrix(matrix)}::columns<{str(transposed).lower()}>"
-            slices = padded(n if transposed else k) // 16
-            late = dict.fromkeys(x for _, x in pairs if x not in ahead and (self.place, x) not in schedule.handed)
-            yield _UNROLL[not late]
-            yield f"for (int k = 0; k < {slices}; ++k) {{"
-            yield f"  const Columns b = {there}(shared + {self.of.places[matrix]}, k, j);"
-            for x in late:
-                yield f"  Fragment f{x};"
-                yield "  {"
-                yield from (f"    {line}" for line in self._chunk(x, "k", set()))
-                yield f"    f{x} = packed(c{x});"
-                yield "  }"
-            for result, x in pairs:
-                yield f"  multiply_add(c{result}, f{x}{'' if x in late else '[k]'}, b);"
-            yield "}"
-
-    def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
-        schedule = self.schedule
-        if self.of.at_once(self.place):
-            yield from (f"Chunk c{x} = s{x}.chunk(j);" for x in stage.affine)
-        else:
-            yield from self._products_of(stage, ahead)
-        known = set(stage.makes)
-        if function := schedule.function(stage):
-            known -= {x for _, values in stage.maps for x in values}
-            for x in function[0].values:
-                yield from self._chunk(x, "j", known)
-            yield from self._map(*function)
-        for i, x in self.of.written:
-            if x in stage.makes:
-                dtype = DTYPES[self.of.problem.dtypes[i]].stored
-                yield f"store_rows<Dtype::{dtype}, {stage.width}>(out{i}, c{x}, row, rows, j);"
-        for step, x in schedule.sums:
-            for value in step.values:
-                if value in stage.makes and x not in self.of.summed.values():
-                    yield f"add_columns({self._sums(x)}, c{value}, row, rows, j);"
-        for x in stage.makes:
-            if x in handed or x in schedule.stashed or x in schedule.planes:
-                yield from self._cleared(x, "j")
-            if x in schedule.planes:
-                yield f"const Fragment p{x} = packed(c{x});"
-            if x in self.of.in_shared and x not in self.waiting:
-                yield f"{self._staged(x)}::store(shared + {self.of.plane(x).start}, p{x}, j);"
-        yield from (f"f{x}[j] = {f'p{x}' if x in schedule.planes else f'packed(c{x})'};" for x in handed)
-        for x in stage.makes:
-            if x in schedule.stashed:
-                yield f"stash({self._stash(x, 'j')}, c{x});"
+        if self.staged and self.staged[0] == self.staged[-1]:
+            yield "  if (threadIdx.x % 128 == 0) cp_async_bulk_wait_group_read<0>();"
 
     def _outer(self, phase: OuterPhase) -> Iterator[str]:
         if self.of.config.planes:
@@ -429,6 +173,9 @@ class Body:
     def _outer_of_planes(self, phase: OuterPhase) -> Iterator[str]:
         if phase in self.of.apart:
             return
+        if phase in self.of.narrow:
+            yield from (f"  {line}" for line in self._narrow(phase))
+            return
         places = self.of.staged(phase)
         factors = (phase.a, phase.b)
         more = f", {self._sums(self.of.summed[phase])}" if phase in self.of.summed else ""
@@ -448,7 +195,28 @@ class Body:
             return
         yield f"  products{phase.result}.add(shared + {places[0]}, shared + {places[1]}{more});"
 
+    def _narrow(self, phase: OuterPhase) -> Iterator[str]:
+        """Yields outer products of a narrow factor."""
+        buffer = yield from self._buffer()
+        i = [*self.of.narrow].index(phase)
+        wide, narrow = self.of.narrow[phase]
+        at, to = buffer * self.of.staging_bytes, (2 + len(self.of.staying)) * self.of.staging_bytes + 1024 * i
+        yield f"stage_plane(staging + {at}, f{wide});"
+        yield f"narrow{i}.add(staging, {at}, {to}, now{narrow});"
+        self.outstanding = True
+
     def _finish(self) -> Iterator[str]:
+        if self.of.config.copied:
+            yield "cp_async_bulk_wait_group();"
+            yield "wgmma_wait_group<0>();"
+            yield "bar_sync(1 + threadIdx.x / 128, 128);"
+        for i, (phase, (wide, narrow)) in enumerate(self.of.narrow.items()):
+            to = f"partials + {self.of.sums[phase.result]}"
+            x = self.of.summed.get(phase)
+            sums = "nullptr" if x is None else f"partials + {self.of.sums[x]}"
+            flags = f"{str(phase.a == narrow).lower()}, {str(phase.b == wide).lower()}"
+            offset = f"shared_memory + (staging - shared) + {1024 * i}"
+            yield f"narrow{i}.store<{flags}>({to}, {sums}, reinterpret_cast<float*>({offset}));"
         if not self.of.config.memory_sums and not self.of.config.apart:
             for x in self.schedule.outers:
                 sums = ""
@@ -466,17 +234,17 @@ class Body:
             yield "}"
 
 
-def wgmma_name(stage: Stage, transposed: bool) -> str:
-    """Returns the name of the instruction that multiplies all columns of a stage."""
-    return f"wgmma{padded(stage.width)}{'t' * transposed}"
-
-
 def instructions(of: Resolved) -> str:
     """Returns the text of the instructions of wgmma."""
     found = {}
     for place, stage in enumerate(of.schedule.stages):
         for _, transposed in of.schedule.terms(stage) if of.at_once(place) else ():
             name, dtype = wgmma_name(stage, transposed), of.problem.dtype
+            if of.biases[0]:
+                ahead = f"wgmma{padded(stage.width)}"
+                found[ahead] = wgmma(padded(stage.width), dtype, dtype, True, False, True).replace(
+                    "wgmma(", f"{ahead}("
+                )
             found[name] = wgmma(padded(stage.width), dtype, dtype, True, transposed, True).replace("wgmma(", f"{name}(")
     for x in of.schedule.outers if of.config.outer_wgmma else ():
         a, b = map(padded, of.problem.program.kinds[x].sizes)
@@ -486,6 +254,9 @@ def instructions(of: Resolved) -> str:
         if any(phase.result == x for phase in of.summed) and n in (16, 32, 64):
             n += 8
         found[n] = wgmma(n, dtype, dtype, False, False).replace("wgmma(", "wgmma_outer(")
+    if of.narrow:
+        dtype = of.problem.dtype
+        found["ones"] = wgmma(8, dtype, dtype, False, True).replace("wgmma(", "wgmma_ones(")
     return "".join(found.values()).replace("Acc (", "float (")
 
 

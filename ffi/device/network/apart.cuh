@@ -1,5 +1,6 @@
 // Outer products apart: a second kernel (outer.cuh) sums those of two wide factors, which lie in memory meanwhile;
-// those of a narrow one are added up here, by each warp of its own rows.
+// those of a narrow one are added up here, by each warp of its own rows, or by warpgroups. Planes go to memory from
+// threads, or by bulk copies from shared memory.
 
 DEVICE Chunk unpacked(const Fragment& f) {
   Chunk c;
@@ -102,6 +103,109 @@ struct OwnProducts : Products<A, B> {
       if (SUMS && down == 0 && lane() < 4)
 #pragma unroll
         for (int e = 0; e < 4; ++e) columns[across * 16 + e / 2 * 8 + lane() * 2 + e % 2] += totals[e / 2][e % 2];
+    }
+  }
+};
+
+// ---- the same by copies of a warpgroup's 64 rows from shared memory, columns as they are ----
+
+// Zeros in rows past the end.
+template <int SLICES>
+DEVICE void clear_rows_of(Fragment (&f)[SLICES], int row, int rows) {
+#pragma unroll
+  for (int j = 0; j < SLICES; ++j) clear_rows(f[j], row, rows);
+}
+
+// Waits until the buffer that was copied before the last one has been read.
+DEVICE void begin_staging() {
+  if (threadIdx.x % 128 == 0) cp_async_bulk_wait_group_read<1>();
+  bar_sync(1 + threadIdx.x / 128, 128);
+}
+
+template <int SLICES>
+DEVICE void stage_plane(u32 to, const Fragment (&f)[SLICES]) {
+  const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;
+#pragma unroll
+  for (int j = 0; j < SLICES; ++j)
+    stmatrix_x4(to + j / 4 * 8192 + row * 128 + ((2 * j + lane() / 16) % 8 ^ row % 8) * 16, f[j].w[0][0], f[j].w[0][1],
+                f[j].w[0][2], f[j].w[0][3]);
+}
+
+template <int CHUNKS>
+DEVICE void copy_plane(char* to, u32 from) {
+  fence_proxy_async();
+  bar_sync(1 + threadIdx.x / 128, 128);
+  if (threadIdx.x % 128 == 0) {
+    cp_async_bulk_store(to, from, CHUNKS * 8192);
+    cp_async_bulk_commit_group();
+  }
+}
+
+// 16 columns of what this warp has staged.
+DEVICE Chunk staged_chunk(u32 from, int j) {
+  const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;
+  return chunk_at(from + j / 4 * 8192 + row * 128 + ((2 * j + lane() / 16) % 8 ^ row % 8) * 16, 128);
+}
+
+// Sums of outer products of a warpgroup's rows of WIDE columns and NARROW ones, of an input; with those a column of
+// ones.
+template <int WIDE, int NARROW>
+struct NarrowProducts {
+  static constexpr int BLOCKS = (WIDE + 63) / 64;
+  float x[BLOCKS][4], total[2];
+
+  DEVICE void clear() {
+#pragma unroll
+    for (int e = 0; e < BLOCKS * 4; ++e) x[e / 4][e % 4] = 0.0f;
+    total[0] = total[1] = 0.0f;
+  }
+
+  // `of_narrow` is where the narrow rows go, as columns of k, 8 by 8.
+  DEVICE void add(u32 staging, u32 of_wide, u32 of_narrow, const Chunk& c) {
+    const u32 to = staging + of_narrow + threadIdx.x / 32 % 4 * 256 + lane() % 4 * 32 + lane() / 4 * 2;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float value = e % 2 && lane() % 4 == 3 ? 1.0f : c.x[0][0][e];
+      st_shared_u16(to + e / 2 * 128 + e % 2 * 16, static_cast<u16>(pack<OPERAND>(value, 0.0f)));
+      total[e % 2] += c.x[0][0][e];
+    }
+    fence_proxy_async();
+    bar_sync(1 + threadIdx.x / 128, 128);
+    if (threadIdx.x % 128 == 0) cp_async_bulk_commit_group();  // of nothing: each buffer has a group
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int m = 0; m < BLOCKS; ++m) {
+        const WgmmaDescriptor<128, 8192, 1024> a(staging + of_wide + m * 8192);
+        const u64 b = u64(128 >> 4) << 32 | u64(128 >> 4) << 16 | staging + of_narrow + 256 * k >> 4;
+        wgmma_ones(x[m], a.at(k * 2048), b, 1);
+      }
+    wgmma_commit_group();
+  }
+
+  // NARROW_FIRST: the narrow factor's columns are the matrix's rows. SUMS_WIDE: sums of columns are of the wide one.
+  template <bool NARROW_FIRST, bool SUMS_WIDE>
+  DEVICE void store(float* to, float* sums, float* scratch) {
+#pragma unroll
+    for (int m = 0; m < BLOCKS; ++m) wgmma_done(x[m]);
+#pragma unroll
+    for (int e = 0; e < BLOCKS * 4; ++e) {
+      int m = e / 4 * 64 + threadIdx.x / 32 % 4 * 16 + lane() / 4 + e % 4 / 2 * 8, n = lane() % 4 * 2 + e % 2;
+      if (m < WIDE && n < NARROW) to[NARROW_FIRST ? n * WIDE + m : m * NARROW + n] = x[e / 4][e % 4];
+      if (SUMS_WIDE && sums && m < WIDE && n == 7) sums[m] = x[e / 4][e % 4];
+    }
+    if constexpr (!SUMS_WIDE) {
+      if (!sums) return;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) total[e] += __shfl_xor_sync(~0u, total[e], lanes);
+        if (lane() < 4) scratch[threadIdx.x / 32 % 4 * 8 + lane() * 2 + e] = total[e];
+      }
+      bar_sync(1 + threadIdx.x / 128, 128);
+      if (int n = threadIdx.x % 128; n < NARROW)
+        sums[n] = scratch[n] + scratch[8 + n] + scratch[16 + n] + scratch[24 + n];
     }
   }
 };

@@ -205,6 +205,7 @@ struct Rows {
   Pair<D> x[M_TILES][2][2][LOADS];
 
   DEVICE void load(const char* from, int row, int rows, int j) {
+    const char* const own = from + (static_cast<i64>(row) * WIDTH + lane() % 4 * 2) * SIZE<D>;  // others by constants
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
@@ -214,7 +215,7 @@ struct Rows {
 #pragma unroll
           for (int e = 0; e < LOADS; ++e) {
             int at = row + 16 * i + 8 * half, column = 16 * j + 8 * h + lane() % 4 * 2 + e;
-            const char* p = from + (static_cast<i64>(at) * WIDTH + column) * SIZE<D>;
+            const char* p = own + ((16 * i + 8 * half) * WIDTH + 16 * j + 8 * h + e) * SIZE<D>;
             Pair<D>& to = x[i][h][half][e];
             to = {};
             if (at < rows && column < WIDTH) {
@@ -242,6 +243,7 @@ DEVICE Chunk load_rows(const char* from, int row, int rows, int j) {
 
 template <Dtype D, int WIDTH>
 DEVICE void store_rows(char* to, const Chunk& c, int row, int rows, int j) {
+  char* const own = to + (static_cast<i64>(row) * WIDTH + lane() % 4 * 2) * SIZE<D>;
 #pragma unroll
   for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
@@ -249,7 +251,7 @@ DEVICE void store_rows(char* to, const Chunk& c, int row, int rows, int j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int at = row + 16 * i + 8 * half, column = 16 * j + 8 * h + lane() % 4 * 2;
-        char* p = to + (static_cast<i64>(at) * WIDTH + column) * SIZE<D>;
+        char* p = own + ((16 * i + 8 * half) * WIDTH + 16 * j + 8 * h) * SIZE<D>;
         bool one = at < rows && column < WIDTH, both = one && column + 1 < WIDTH;
         float x = c.x[i][h][2 * half], y = c.x[i][h][2 * half + 1];
         if constexpr (D == Dtype::f32) {

@@ -3,8 +3,10 @@
 
 constexpr u32 CHUNK = 64 * 128;  // bytes of 64 rows of 64 columns
 
-// The column that lies at some place of a row: of 32, vectors of 8 are those of the four threads of a row.
+// The column that lies at some place of a row. Where threads store planes, and not bulk copies: of 32, vectors of 8 are
+// those of the four threads of a row.
 DEVICE int column_at(int place) {
+  if (IN_ORDER) return place;
   return place / 32 * 32 + place % 8 / 4 * 16 + place % 4 / 2 * 8 + place / 8 % 4 * 2 + place % 2;
 }
 

@@ -45,13 +45,44 @@ struct Swizzled {
     return b;
   }
 
-  // The descriptor of 16 of k, all columns of the matrix or of its transpose; shared memory ends below 256 KB.
+  // The descriptor of 16 of k, all columns of the matrix or of its transpose; shared memory ends below 256 KB. Parts
+  // are added up in 64 bits: halves that are put together are moved for each instruction.
   template <bool TRANSPOSED>
-  static DEVICE u64 descriptor(u32 matrix, int k) {
-    constexpr u64 HIGH = u64(1) << 62 | u64(1024 >> 4) << 32 | u64(CHUNK >> 4) << 16;
-    return HIGH | (matrix >> 4) + (TRANSPOSED ? k / 4 * CHUNK + k % 4 * 32 : k * 2048) / 16;
+  static DEVICE u64 descriptor(u32 shared, u32 place, int k) {
+    const u32 further = TRANSPOSED ? k / 4 * CHUNK + k % 4 * 32 : k * 2048;
+    return (u64(1 << 30 | 1024 >> 4) << 32) + (shared >> 4) + ((CHUNK >> 4 << 16) + (place + further) / 16);
   }
 };
+
+// Vectors as operands of 16 rows, of which the first is the vector: 8 rows of each, and 8 of zeros that all share, from
+// ZEROS on.
+DEVICE void store_bias(unsigned char* to, float x) {  // an element by each thread
+  to += threadIdx.x / 64 * 1024 + threadIdx.x % 64 * 2;
+  *reinterpret_cast<u16*>(to) = static_cast<u16>(pack<OPERAND>(x, 0.0f));
+}
+
+template <int ZEROS, int END>
+DEVICE void clear_biases(u32 biases) {
+#pragma unroll 1
+  for (int at = threadIdx.x * 16; at < END; at += THREADS * 16)
+    if (at >= ZEROS || at % 1024 >= 128) st_shared_v2(biases + at, 0u, 0u), st_shared_v2(biases + at + 8, 0u, 0u);
+}
+
+// All rows of an operand that takes the first row of that.
+DEVICE Fragment ones_of_biases() {
+  Fragment f;
+  const u32 one = lane() % 4 ? 0 : MATH == Math::f16 ? 0x3c00 : 0x3f80;
+#pragma unroll
+  for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+      f.w[i][w] = __shfl_sync(~0u, w < 2 ? one : 0, lane());  // or each stage makes them again
+  return f;
+}
+
+DEVICE u64 bias_descriptor(u32 shared16, u32 place, u32 zeros) {
+  return (u64(1 << 30 | zeros - place >> 4) << 32) + shared16 + ((1024 >> 4 << 16) + place / 16);
+}
 
 // Sums of a stage's columns from some 16 on, of wgmma: element 8 j + 4 h + e is a chunk's.
 template <int COUNT>
