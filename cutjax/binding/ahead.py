@@ -25,6 +25,10 @@ def _pool() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(min(_MOST, max(1, (os.cpu_count() or 1) - 1)), "cutjax-nvrtc")
 
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has no such threads
+
+
 @contextlib.contextmanager
 def called_with(arguments: Iterable[Any]) -> Iterator[None]:
     """Inside, a program is called whose kernels are sure to be lowered, if no argument says that it is transformed."""

@@ -102,6 +102,17 @@ _pending: dict[str, concurrent.futures.Future[Cubin]] = {}
 _lock = threading.Lock()
 
 
+def _begin_child() -> None:
+    """A forked process has none of the threads that compiled, nor what they would have told it."""
+    global _lock
+    _lock = threading.Lock()
+    _pending.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
+
+
 def compile_kernel(source: str, *, name: str, arch: str) -> Cubin:
     """Compiles device text, or finds it compiled: in this process, then on disk.
 
