@@ -83,9 +83,12 @@ def test_values_and_scales(name, orders):
     machine = device.Machine(seed=1, eagerness=3)
     got = machine.execute(call, [x], [device.poison(y.shape, y.dtype) for y in xla])
     same(got, expected(x, to, square, own, turned))
-    for i in range(0, len(got), 2):  # XLA flushes subnormal numbers on a CPU, and rounds its quotients once
+    # XLA flushes subnormal numbers on a CPU, and rounds quotients as its version has it: to a neighbour at most.
+    for i in range(0, len(got), 2):
         (values, scales), (others, of_others) = got[i : i + 2], xla[i : i + 2]
         flushed = scales == np.float32(2.0**-126)
         np.testing.assert_array_equal(scales[~flushed], of_others[~flushed])
-        kept = along(jnp.where(flushed, np.nan, scales), values.shape) > 0
-        assert np.mean((values.view(np.uint8) != others.view(np.uint8)) & kept) < 1e-4
+        kept = np.asarray(along(jnp.where(flushed, np.nan, scales), values.shape) > 0)
+        apart = np.abs(values.view(np.uint8).astype(int) - others.view(np.uint8).astype(int))[kept]
+        assert apart.max() <= 1
+        assert apart.mean() < 0.02  # 0.004 in jax 0.10.0, nearly none since
