@@ -163,6 +163,15 @@ def test_wgmma_on_the_emulated_device(case):
         assert distance < ERRORS["bfloat16"] * len(hidden)
 
 
+def assert_near(kernel, p, dtype):
+    """Asserts that a kernel serves a problem, and computes what float64 does to a few roundings."""
+    assert not kernel.reasons()
+    arrays = list(drawn(p))
+    for found, wanted in zip(computed(kernel, arrays), expected(p, arrays), strict=True):
+        distance = np.abs(np.asarray(found, np.float32) - wanted).max() / np.abs(wanted).max()
+        assert distance < ERRORS[dtype]
+
+
 @needs_nvrtc
 @needs_gxx
 @pytest.mark.parametrize(
@@ -179,11 +188,7 @@ def test_sums_apart_on_the_emulated_device(widths, f, dtype, networks):
     """Factors narrow, and wide of two sizes; what functions read in planes, and stashed; rows of more than a tile."""
     p = problem(form("gradients", layers(*widths, f=f)), dtype, arch="sm_90a", rows=270, networks=networks)
     kernel = Kernel(p, APART)
-    assert not kernel.reasons()
-    arrays = list(drawn(p))
-    for found, wanted in zip(computed(kernel, arrays), expected(p, arrays), strict=True):
-        distance = np.abs(np.asarray(found, np.float32) - wanted).max() / np.abs(wanted).max()
-        assert distance < ERRORS[dtype]
+    assert_near(kernel, p, dtype)
 
 
 @needs_nvrtc
@@ -201,11 +206,7 @@ def test_copied_planes_on_the_emulated_device(widths, f, dtype, networks):
     """Buffers in turns over several tiles, the last not full, of which warpgroups are done in any order."""
     p = problem(form("gradients", layers(*widths, f=f)), dtype, arch="sm_90a", rows=650, networks=networks)
     kernel = Kernel(p, COPIED)
-    assert not kernel.reasons()
-    arrays = list(drawn(p))
-    for found, wanted in zip(computed(kernel, arrays), expected(p, arrays), strict=True):
-        distance = np.abs(np.asarray(found, np.float32) - wanted).max() / np.abs(wanted).max()
-        assert distance < ERRORS[dtype]
+    assert_near(kernel, p, dtype)
 
 
 @needs_nvrtc

@@ -13,10 +13,8 @@ from cutjax.kernels.sm90.config import Sizes, Sums
 from cutjax.kernels.sm90.phases import Phases
 from cutjax.kernels.sums import blocks
 
-FEW, LONG = (
-    4,
-    16,
-)  # cluster tiles along an axis of an operand that shared memory keeps, at most; along the other, at least
+FEW = 4  # cluster tiles along its own axis that an operand has at most, if shared memory keeps it,
+LONG = 16  # and along the other axis at least
 DEEP = 8192  # a contraction, of which blocks take tiles as they come to them: the counter cost nothing at 14336
 
 

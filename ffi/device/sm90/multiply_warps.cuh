@@ -52,12 +52,7 @@ DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles sh
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) sums[block][i] = 0;
   Pipeline pipe = all;
-  int first = first_slice(slice_group(), all.stage), count = k_blocks;
-  if constexpr (SLICED > 1) {
-    pipe.advance(first);
-    all.advance(k_blocks);
-    count = max(0, (k_blocks - first + SLICED - 1) / SLICED);
-  }
+  int first = first_slice(slice_group(), all.stage), count = begin_slices(pipe, all, first, k_blocks);
   if (count > 0) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
     load(pipe.stage, 0, 0);

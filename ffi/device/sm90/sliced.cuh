@@ -11,6 +11,14 @@ DEVICE int slice_group() { return SLICED > 1 ? uniform((threadIdx.x / 128 - 1) /
 // The first block of a group, where the first of all lies in a stage.
 DEVICE int first_slice(int group, int stage) { return (group + SLICED - stage % SLICED) % SLICED; }
 
+// Returns how many of the k blocks are a group's, whose `first` one `pipe` is at then, and `all` past all of them.
+DEVICE int begin_slices(Pipeline& pipe, Pipeline& all, int first, int k_blocks) {
+  if constexpr (SLICED == 1) return k_blocks;
+  pipe.advance(first);
+  all.advance(k_blocks);
+  return max(0, (k_blocks - first + SLICED - 1) / SLICED);
+}
+
 // True where sums are those of all groups now: in the group that stores them. This one's first block is `first`.
 DEVICE bool add_slices(Accumulators& sums, SharedTiles shared, int first) {
   if constexpr (SLICED > 1) {
