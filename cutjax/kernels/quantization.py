@@ -169,12 +169,6 @@ def choose(problem: Problem, backend: str) -> Choice[Problem, Kernel]:
     return Choice(problem, ("one pass",), kernel, kernel.time_us, floor_us / kernel.time_us)
 
 
-def time_us(problem: Problem, backend: str) -> float:
-    """Returns the predicted microseconds of what runs under a backend."""
-    found = choose(problem, backend)
-    return problem.xla_us if found.resolved is None else found.resolved.time_us
-
-
 def why_not(problem: Problem) -> list[str]:
     """Returns the reasons against the kernel."""
     p = problem
