@@ -27,8 +27,8 @@ from benchmarks.record import Row
 from benchmarks.suite import Run, Suite
 
 WAYS = ("jax", "dropin", "fuse", "step", "flax")
-# Steps whose losses are compared; rounds of turns; and the least time of a turn, some ten steps, as a loop of training issues them:
-# a turn of one step is its kernels and 7 ms of the host's and of waiting.
+# Steps whose losses are compared; rounds of turns; and the least time of a turn, some ten steps, as a loop of training
+# issues them: a turn of one step is its kernels and 7 ms of the host's and of waiting.
 CHECKED, ROUNDS, ROUND_S = 4, 12, 0.4
 # Ways round to bf16 in different places. On a CPU the small models' losses then differ by at most 6e-3 of the first,
 # and their gradients by at most 2.1e-2 of their norm; without the gradient of one of 24 equal layers, by 0.2.

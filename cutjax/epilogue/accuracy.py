@@ -55,19 +55,23 @@ _KEEPS_RELATIVE_ERROR = frozenset(
     ]
 )
 _FLOATS = frozenset(_OUTPUT_LEVELS)
+_SHORT = _FLOATS - {"float32"}
 
 
 def levels(nodes: Sequence[Node], outputs: Sequence[Output]) -> list[Level]:
     """Returns the level of each node: the strictest of what its uses ask."""
     bounds = intervals(nodes)
     found = [Level.COARSE_BF16] * len(nodes)
+    short = any(node.op in ("acc", "operand") and node.dtype in _SHORT for node in nodes)
 
     def ask(i: int, level: Level) -> None:
         found[i] = min(found[i], level)
 
     for out in outputs:
         level = _OUTPUT_LEVELS.get(out.dtype, Level.ACCURATE)
-        ask(out.node, min(level, Level.FINE) if out.reduce == "sum" else level)
+        if out.reduce == "sum":  # of what values of 16 bits make, an error of 2^-21 is far below what they have
+            level = Level.FINE if short and out.dtype == "float32" else min(level, Level.FINE)
+        ask(out.node, level)
     for i in reversed(range(len(nodes))):
         for position, arg in enumerate(nodes[i].args):
             ask(arg, _level_asked(nodes, i, position, found[i], bounds))

@@ -181,10 +181,10 @@ def _automatic(call: Callable[..., list[Any]], outs: Sequence[Any]) -> Callable[
 
 
 def product_of(eqn: Any) -> Any:
-    """Returns the equation of our product within an equation."""
+    """Returns the equation of our product, or of our sums, within an equation."""
     for body in bodies(eqn):
         for inner in opened(body).eqns:
-            if "product" in inner.params and "epilogue" in inner.params:
+            if {"product", "epilogue"} <= inner.params.keys() or "expression" in inner.params:
                 return inner
             if (found := product_of(inner)) is not None:
                 return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from cutjax.binding import lowering, rules
-from cutjax.fusion import memory, price
+from cutjax.fusion import memory, price, reductions
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
 from cutjax.fusion.dequantized import requantized
@@ -184,9 +185,11 @@ class Rewriter:
             elif i not in found and self.policy == "auto" and i in graph.live:
                 self._moved(graph, i, reports[i])
         self._alone(graph, finder, reports, prices)
+        count = len(graph.regions)
+        self._sums(graph)
         # A product of ours that stays as it is needs no report: explain shows it anyway.
         self.reports += (x for x in reports.values() if x.eqn.primitive.name not in OWN or x.runs == "fused")
-        for node, region in enumerate(graph.regions, len(graph.eqns)):
+        for node, region in enumerate(graph.regions[:count], len(graph.eqns)):
             region.made = self._in_place(graph, node, region.made)
         return graph.equations()
 
@@ -248,6 +251,21 @@ class Rewriter:
         for i in sorted(free & set(finder.products), reverse=True):
             if prices[i].runs == "kernel" and graph.eqns[i].primitive.name not in OWN:
                 self._replace_product(graph, [i], finder.products.pop(i), reports[i], prices[i], graph.product(i))
+
+    def _sums(self, graph: Graph) -> None:
+        """Puts kernels in the places of sums over rows that no product makes, where that is worth it."""
+        for sums in reductions.search(graph):
+            if graph.reaches(sums.inputs, sums.results):
+                continue
+            try:
+                make = functools.partial(reductions.function, graph, sums)
+                made = self._template(self._keys.region(graph, sums), make, sums.inputs)
+            except NotImplementedError:  # no kernel has its expression
+                continue
+            if made.product is None or not (self.policy == "always" or reductions.pays(made.product)):
+                continue
+            sums.made, _ = placed(made, sums.inputs, sums.results, graph.eqns[sums.reductions[-1]])
+            graph.replace(sums)
 
     def _several(
         self,

@@ -1,0 +1,208 @@
+"""Sums over rows that no product makes, with the elementwise equations before them, as one kernel each.
+
+A norm over images adds up what a pass computes of arrays in memory: of a batch norm's backward pass two sums, of a
+squeeze the mean of an activation. XLA writes what it computes beside the sums, and its sums over rows take two to three
+times what reading takes. A kernel reads, computes and adds up; what else needs the computed values makes them again in
+the pass that it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cutjax.binding import lowering
+from cutjax.binding.rules import any_divided, varying_axes
+from cutjax.epilogue.jaxpr import placed_anywhere
+from cutjax.epilogue.trace import trace
+from cutjax.fusion.jaxprs import Graph, byte_count, full_size, in_one_pass, is_literal
+from cutjax.fusion.price import GAIN, pass_us
+from cutjax.fusion.tail import Tail, Tile, wide
+from cutjax.kernels import choose
+from cutjax.kernels.staging import instructions
+from cutjax.primitives.row_sums import row_sums_p
+
+_LEAST_BYTES = 4 << 20  # of what is read: less is in the cache, and a launch is much of it
+_MOST_SUMS = 4
+_MOST_EQUATIONS = 96
+# Of a copy's bandwidth, what XLA's sums over rows reach: of an array as it is, and computed, by the instructions.
+_XLA_SHARES, _COMPUTED = (0.65, 0.45), 8
+_ADDED = frozenset(["bfloat16", "float16", "float32"])  # in float32, whatever the dtype of the sum
+_NOT_INSIDE = frozenset(["iota", "random_bits", "name"])
+
+
+@dataclasses.dataclass
+class Sums:
+    """Sums over rows of what equations make of the same arrays: a region without a product.
+
+    Attributes:
+      found: ``(matrices, rows, columns)`` to which the arrays are reshaped.
+      reductions: the equations that add up, in order.
+      members: these, and all that make what they add up.
+      leaves: the variables of full size that are read.
+      inputs: all that are read, the leaves first.
+      made: the equation that takes their place, once it is built.
+    """
+
+    found: tuple[int, int, int]
+    reductions: list[int]
+    members: list[int]
+    leaves: list[Any]
+    inputs: list[Any]
+    results: list[Any]
+    made: Any = None
+    products: tuple[int, ...] = ()
+
+    def equation(self) -> Any:
+        """Returns the equation that takes the place of the members."""
+        return self.made
+
+
+def search(graph: Graph) -> list[Sums]:
+    """Returns the sums of a program that a kernel could make, those of the same arrays together."""
+    groups: list[Sums] = []
+    for i in sorted(graph.live):
+        one = _of(graph, i)
+        if one is None:
+            continue
+        for k in reversed(range(len(groups))):
+            if (both := _together(graph, groups[k], one)) is not None:
+                groups[k] = both
+                break
+        else:
+            groups.append(one)
+    return groups
+
+
+def form_of(shape: tuple[int, ...], axes: Iterable[int]) -> tuple[int, int, int] | None:
+    """Returns matrices, rows and columns of an array of images whose rows are added up; None where they are not.
+
+    The first axis is that of matrices. Rows are the axes after it, as far as they are added up; what is added up beside
+    them is so afterwards.
+    """
+    rank, axes = len(shape), set(axes)
+    end = 1
+    while end < rank and end in axes:
+        end += 1
+    if rank < 4 or end in (1, rank) or 0 in shape:
+        return None
+    return shape[0], math.prod(shape[1:end]), math.prod(shape[end:])
+
+
+def _of(graph: Graph, i: int) -> Sums | None:
+    """Returns the sum of an equation; None where it is none that a kernel could make."""
+    eqn = graph.eqns[i]
+    if eqn.primitive.name != "reduce_sum" or is_literal(eqn.invars[0]) or eqn.outvars[0] in graph.definition:
+        return None
+    (x,), (out,) = eqn.invars, eqn.outvars
+    form = form_of(x.aval.shape, eqn.params["axes"])
+    if form is None or not {x.aval.dtype.name, out.aval.dtype.name} <= _ADDED:
+        return None
+    cones = [cone for through in (False, True) if (cone := _cone(graph, x, through)) is not None]
+    if not cones:
+        return None
+    members, leaves, small = min(cones, key=lambda cone: sum(map(byte_count, cone[1])))
+    inputs = [*leaves, *small]
+    if sum(map(byte_count, leaves)) < _LEAST_BYTES or any_divided(*(y.aval for y in inputs)):
+        return None
+    if len({frozenset(varying_axes(y.aval)) for y in inputs}) > 1:
+        return None
+    return Sums(form, [i], sorted({*members, i}), leaves, inputs, [out])
+
+
+def _cone(graph: Graph, x: Any, through: bool) -> tuple[set[int], list[Any], list[Any]] | None:
+    """Returns the equations that make a variable element by element, what they read of its size, and what is smaller.
+
+    Args:
+      graph: the program.
+      x: the variable.
+      through: whether what lies in memory is computed again too.
+    """
+    size, members, leaves, small = full_size(x.aval), set(), [], []
+    stack = [x]
+    while stack:
+        y = stack.pop()
+        i = graph.producer.get(y, -1)
+        if i in members or y in leaves or y in small:
+            continue
+        if full_size(y.aval) != size:
+            small.append(y)
+            continue
+        kept = y in graph.definition or i < 0 or (not through and graph.in_memory(y))
+        if not kept and graph.eqns[i].primitive.name in _NOT_INSIDE:
+            return None
+        if kept or not graph.is_pointwise(i) or any(full_size(z.aval) != size for z in graph.eqns[i].outvars):
+            if not kept and not graph.in_memory(y) and in_one_pass(graph.eqns[i]):
+                return None  # XLA computes it in the pass that adds it up
+            leaves.append(y)
+            continue
+        members.add(i)
+        stack += graph.inputs[i]
+        if len(members) > _MOST_EQUATIONS:
+            return None
+    return (members, leaves, small) if leaves else None
+
+
+def _together(graph: Graph, a: Sums, b: Sums) -> Sums | None:
+    """Returns two sums as one; None where they read other arrays, or one is made of the other."""
+    reductions = [*a.reductions, *b.reductions]
+    some, others = set(a.leaves), set(b.leaves)
+    if a.found != b.found or not (some <= others or others <= some) or len(reductions) > _MOST_SUMS:
+        return None
+    mask = sum(1 << i for i in reductions)
+    if any(graph.depends_on(x, mask) for x in (*a.inputs, *b.inputs)):
+        return None
+    leaves = list(dict.fromkeys([*a.leaves, *b.leaves]))
+    inputs = list(dict.fromkeys([*leaves, *a.inputs, *b.inputs]))
+    return Sums(a.found, reductions, sorted({*a.members, *b.members}), leaves, inputs, [*a.results, *b.results])
+
+
+def function(graph: Graph, sums: Sums) -> Callable[..., list[Any]]:
+    """Returns the function of sums. It keeps equations alive, not the program."""
+    inside = set(sums.reductions)
+    eqns = [placed_anywhere(graph.eqns[i]) for i in sums.members if i not in inside]
+    added = [graph.eqns[i] for i in sums.reductions]
+    form, inputs, first = sums.found, sums.inputs, sums.leaves[0]
+
+    def call(*args: Any) -> list[Any]:
+        env = dict(zip(inputs, args, strict=True))
+        x = lax.reshape(env[first], form)
+
+        def expression(acc: Any) -> list[Any]:
+            tail, values = Tail(form, 1), dict(env)
+            values[first] = Tile(wide(acc))
+            tail.evaluate(eqns, values)
+            return [jnp.sum(jnp.broadcast_to(tail.lift(values[eqn.invars[0]]), form), 1) for eqn in added]
+
+        traced = trace(expression, [jax.ShapeDtypeStruct(form, x.dtype)])
+        found = row_sums_p.bind(x, *traced.operands, expression=traced.epilogue, backend="auto")
+        return [_rest(y, eqn) for y, eqn in zip(traced.finish(found), added, strict=True)]
+
+    return call
+
+
+def _rest(y: jax.Array, eqn: Any) -> jax.Array:
+    """Returns what an equation adds up, of the sums over rows."""
+    (x,), (out,), axes = eqn.invars, eqn.outvars, set(eqn.params["axes"])
+    shape = x.aval.shape
+    end = next(axis for axis in range(1, len(shape)) if axis not in axes)
+    left = [0, *range(end, len(shape))]
+    y = lax.reshape(y, [shape[axis] for axis in left])
+    y = jnp.sum(y, [k for k, axis in enumerate(left) if axis in axes])
+    return lax.reshape(y.astype(out.aval.dtype), out.aval.shape)
+
+
+def pays(inner: Any) -> bool:
+    """True if a kernel is predicted to be faster than XLA; told the equation of the primitive."""
+    choice = lowering.choosers[row_sums_p](*(x.aval for x in inner.invars), target=lowering.target(), **inner.params)
+    if not choice.served or choice.time_us is None:
+        return False
+    problem = choice.problem
+    share = _XLA_SHARES[instructions(problem.expression) >= _COMPUTED]
+    return choose.leads(choice.time_us, pass_us(problem.bytes, problem.device, share), GAIN)
