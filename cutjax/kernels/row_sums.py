@@ -30,6 +30,7 @@ from cutjax.runtime.launch import Call, Pointer
 LAUNCH_US = 4.0  # with XLA's pass over the shares of blocks
 SHARE = 0.85  # of a copy's rate
 _THREADS, _LANES, _WAVES = 256, 32, 16  # of a block at most; along columns at most; blocks for each SM at least
+_BLOCKS = 2  # that an SM has at one time, at least
 _OVERHEAD = 6  # instructions an element beside the expression's
 _VALUES = 64  # that a thread keeps of what rows share, and of sums: registers are short
 
@@ -175,7 +176,7 @@ class Kernel:
         """The launch."""
         p = self.problem
         constants = {"LANES": self.lanes, "LINES": self.lines, "COUNT": self.count, "UNROLL": self.unroll}
-        constants |= {"SUMS": len(p.expression.outputs), "BLOCKS_PER_SM": 2}
+        constants |= {"SUMS": len(p.expression.outputs), "BLOCKS_PER_SM": _BLOCKS}
         head = f"#define ACCUMULATOR float\n#define PARAMETERS {', '.join(a.declaration for a in self.arguments)}\n"
         for to, form in (("given", "{{{}}}"), ("results", ", {}")):
             passed = ", ".join([*(a.name for a in self.arguments if a.to == to), *["columns"] * (to == "given")])
