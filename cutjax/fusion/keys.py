@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cutjax.fusion.jaxprs import Graph, is_literal
+from cutjax.fusion.reductions import Sums
 from cutjax.fusion.region import Region
 
 
@@ -17,7 +18,7 @@ class Keys:
     def __init__(self):
         self._kept: list[Any] = []
 
-    def region(self, graph: Graph, region: Region) -> Hashable:
+    def region(self, graph: Graph, region: Region | Sums) -> Hashable:
         """Returns a key that is equal for regions that become equal equations."""
         number: dict[Any, int] = {x: i for i, x in enumerate(region.inputs)}
         rows: list[Hashable] = [region.found, *(x.aval for x in region.inputs)]

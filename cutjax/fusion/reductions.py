@@ -31,8 +31,10 @@ from cutjax.primitives.row_sums import row_sums_p
 _LEAST_BYTES = 4 << 20  # of what is read: less is in the cache, and a launch is much of it
 _MOST_SUMS = 4
 _MOST_EQUATIONS = 96
-# Of a copy's bandwidth, what XLA's sums over rows reach: of an array as it is, and computed, by the instructions.
-_XLA_SHARES, _COMPUTED = (0.65, 0.45), 8
+# Of 40 sums (benchmarks/results/experiments/row-sums-h200.json), the share of a copy's bandwidth that XLA's passes reach at
+# best, and the microseconds beside: sums of each image, and over all images, of what takes so many instructions.
+_XLA_OF_EACH = ((8, 0.5, 10.0), (0, 0.5, 3.0))
+_XLA_OF_ALL = ((25, 0.385, 15.0), (8, 0.8, 8.0), (0, 1.0, 4.0))
 _ADDED = frozenset(["bfloat16", "float16", "float32"])  # in float32, whatever the dtype of the sum
 _NOT_INSIDE = frozenset(["iota", "random_bits", "name"])
 
@@ -198,11 +200,12 @@ def _rest(y: jax.Array, eqn: Any) -> jax.Array:
     return lax.reshape(y.astype(out.aval.dtype), out.aval.shape)
 
 
-def pays(inner: Any) -> bool:
+def pays(graph: Graph, sums: Sums, inner: Any) -> bool:
     """True if a kernel is predicted to be faster than XLA; told the equation of the primitive."""
     choice = lowering.choosers[row_sums_p](*(x.aval for x in inner.invars), target=lowering.target(), **inner.params)
     if not choice.served or choice.time_us is None:
         return False
-    problem = choice.problem
-    share = _XLA_SHARES[instructions(problem.expression) >= _COMPUTED]
-    return choose.leads(choice.time_us, pass_us(problem.bytes, problem.device, share), GAIN)
+    problem, of_all = choice.problem, any(0 in graph.eqns[i].params["axes"] for i in sums.reductions)
+    count = instructions(problem.expression)
+    share, us = next(x for least, *x in (_XLA_OF_ALL if of_all else _XLA_OF_EACH) if count >= least)
+    return choose.leads(choice.time_us, us + pass_us(problem.bytes, problem.device, share), GAIN)

@@ -262,7 +262,7 @@ class Rewriter:
                 made = self._template(self._keys.region(graph, sums), make, sums.inputs)
             except NotImplementedError:  # no kernel has its expression
                 continue
-            if made.product is None or not (self.policy == "always" or reductions.pays(made.product)):
+            if made.product is None or not (self.policy == "always" or reductions.pays(graph, sums, made.product)):
                 continue
             sums.made, _ = placed(made, sums.inputs, sums.results, graph.eqns[sums.reductions[-1]])
             graph.replace(sums)

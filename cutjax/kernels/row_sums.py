@@ -27,12 +27,13 @@ from cutjax.runtime.architectures import number
 from cutjax.runtime.choice import Choice
 from cutjax.runtime.launch import Call, Pointer
 
-LAUNCH_US = 4.0  # with XLA's pass over the shares of blocks
-SHARE = 0.85  # of a copy's rate
-_THREADS, _LANES, _WAVES = 256, 32, 16  # of a block at most; along columns at most; blocks for each SM at least
-_BLOCKS = 2  # that an SM has at one time, at least
-_OVERHEAD = 6  # instructions an element beside the expression's
+# Fitted to 40 of experiments/row-sums-h200.json: of a copy's rate, what reading reaches; of a launch, and of the pass in
+# which XLA adds up the shares of blocks, for each sum and each share.
+SHARE, LAUNCH_US, SUM_US, SHARE_US = 0.9, 2.0, 1.5, 0.002
+_THREADS, _LANES, _WAVES = 256, 32, 8  # of a block at most; along columns at most; blocks for each SM at least
 _VALUES = 64  # that a thread keeps of what rows share, and of sums: registers are short
+_SPECIAL = frozenset("cos div exp exp2 expm1 log log1p pow rsqrt sin sqrt tanh".split())
+_FEW = 32  # of those, with which an SM has three blocks at one time, not two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Problem:
     @classmethod
     def of(cls, x: Any, *_: Any, expression: Epilogue, device: Device) -> Problem:
         """Makes one of the avals and the parameters of ``row_sums_p``."""
-        return cls(*x.shape, np.dtype(x.dtype), expression, device)
+        matrices, rows, columns = x.shape
+        return cls(matrices, rows, columns, np.dtype(x.dtype), expression, device)
 
     @property
     def arch(self) -> str:
@@ -104,10 +106,15 @@ class Kernel:
         p = self.problem
         large = [spec for spec in p.operands if spec.row and spec.col]
         most = 16 // max(np.dtype(spec.dtype).itemsize for spec in large)
-        kept = sum(spec.col and not spec.row for spec in p.operands) + len(p.expression.outputs)
-        while most > 1 and (p.columns % most or most * kept > _VALUES):
+        while most > 1 and (p.columns % most or most * self.kept > _VALUES):
             most //= 2
         return most
+
+    @property
+    def kept(self) -> int:
+        """The values that a thread keeps for each of its columns: of operands that rows share, and sums."""
+        p = self.problem
+        return sum(spec.col and not spec.row for spec in p.operands) + len(p.expression.outputs)
 
     @property
     def tiles(self) -> int:
@@ -147,13 +154,13 @@ class Kernel:
 
     @property
     def time_us(self) -> float:
-        """Predicted microseconds: of memory, or of instructions."""
+        """Predicted microseconds: of reading, of instructions where they are more, and of adding up shares."""
         p, d = self.problem, self.problem.device
         memory = 1e6 * p.bytes / (d.bytes_per_second * SHARE)
-        issue = (
-            1e6 * p.elements * (instructions(p.expression) + _OVERHEAD) / (dict(d.flops).get("float32", math.inf) / 2)
-        )
-        return LAUNCH_US + max(memory, issue)
+        each = instructions(p.expression) + 8 * _specials(p.expression)
+        issue = 1e6 * p.elements * each / (dict(d.flops).get("float32", math.inf) / 2)
+        shares = len(p.expression.outputs) * (SUM_US + SHARE_US * p.matrices * self.chunks)
+        return LAUNCH_US + max(memory, issue) + shares
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -176,7 +183,7 @@ class Kernel:
         """The launch."""
         p = self.problem
         constants = {"LANES": self.lanes, "LINES": self.lines, "COUNT": self.count, "UNROLL": self.unroll}
-        constants |= {"SUMS": len(p.expression.outputs), "BLOCKS_PER_SM": _BLOCKS}
+        constants |= {"SUMS": len(p.expression.outputs), "BLOCKS_PER_SM": 3 if self.kept * self.count <= _FEW else 2}
         head = f"#define ACCUMULATOR float\n#define PARAMETERS {', '.join(a.declaration for a in self.arguments)}\n"
         for to, form in (("given", "{{{}}}"), ("results", ", {}")):
             passed = ", ".join([*(a.name for a in self.arguments if a.to == to), *["columns"] * (to == "given")])
@@ -192,6 +199,11 @@ class Kernel:
         entry, p = self.entry, self.problem
         share = jax.ShapeDtypeStruct((p.matrices, self.chunks, p.columns), np.dtype(np.float32))
         return Call((entry.launch(entry.compile().image),), (share,) * len(p.expression.outputs), _finish)
+
+
+def _specials(expression: Epilogue) -> int:
+    """Returns the special functions of an element, of which an SM computes an eighth as many as of others."""
+    return sum(2 if node.op == "logistic" else node.op in _SPECIAL for node in expression.nodes)
 
 
 def _finish(shares: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:
