@@ -268,6 +268,12 @@ def moved_us(size: int, device: Device) -> float:
     return size / (COPIED_BYTES_PER_US * speed)
 
 
+def passing_us(problem: Problem, read: float = 1.0, write: float = 1.0) -> float:
+    """Returns the time that the bytes of a problem take, read and written at these shares of the rate of a copy."""
+    rate, written = problem.device.bytes_per_second, problem.result_bytes
+    return 1e6 * ((problem.bytes - written) / read + written / write) / rate
+
+
 def along_k(problem: Problem) -> Problem:
     """Returns the problem of the same operands along the contraction; others are transposed for it."""
     return dataclasses.replace(problem, a=problem.a.along_k, bs=tuple(b.along_k for b in problem.bs))

@@ -16,14 +16,15 @@ from cutjax.kernels import xla_convolution
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.families import fastest
 from cutjax.kernels.operand import Im2col
-from cutjax.kernels.prepared import Prepared, applied, converted_us, copies_us, wide, widened, widest
+from cutjax.kernels.prepared import Prepared, applied, converted_us, copies_us, passing_us, wide, widened, widest
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sums import alone, summands
 from cutjax.runtime.architectures import number
 
 OURS = "sm90"  # the family of wgmma, as cuBLAS's kernels on Hopper are
-# Of the rate of a copy cuBLAS reached at most this share: of 64 results of 4096 x 4096 in float32, k = 40, on an H200.
-MOST_OF_RATE = 0.96
+# Shares of the rate of a copy at which cuBLAS reads and writes at most: 1.03 of 2048 x 16 x 2048 x 192 nn (1.76 GB in
+# 399 us), 0.96 of 64 results of 4096 x 4096 in float32, k = 40, on an H200.
+READ_SHARE, WRITE_SHARE = 1.03, 0.96
 # Products that XLA multiplies in a second on an H200, in units of 2 m n k: measured at 2048 to 8192 cubed
 # (benchmarks/results/experiments/mma-h200.json). It has no fast products of other integers.
 XLA_FLOPS = {
@@ -58,6 +59,10 @@ PLAIN = {
     "shallow": -0.18,  # of three products of report12-17, where k is 256
     "multiplies": 0.0955,
     "pitch": -0.00996,
+    # It divides k of few tiles from 4096 on, and not below 3072: of 105 below it took 1.56 times as long as our kernels
+    # in the median, of 164 above 1.03. These two terms are as large as left no more of them slower.
+    "divides": -0.05,
+    "whole": 0.03,
 }
 # The same of batched products: 304 of attention (sweeps/attention-h200.json), to the fifth in which XLA is fastest.
 BATCHED = {
@@ -69,6 +74,7 @@ BATCHED = {
     "multiplies": -0.29,
     "rows": -0.0435,
     "long": -0.0367,
+    "padded_short": -0.2,  # of 7 decoding values of 197 positions XLA took 0.6 to 1.0 of what was told without
     "walked": 0.18,  # 14 more of attention, in an order of memory of their own: experiments/strided-h200.json
 }
 
@@ -197,6 +203,7 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
     flop_us, byte_us = _roofline_us(p, device)
     multiplies = flop_us / (flop_us + byte_us)
     few, deep = max(0.0, math.log2(device.sms / _tiles(p))), max(0.0, math.log2(p.k / 4096))
+    divides = _within(math.log2(p.k / 3072) / math.log2(4096 / 3072))
     true = {
         "always": 1,
         "launch": 1 / ours,
@@ -214,13 +221,21 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
         "shallow": max(0.0, math.log2(128 / min(p.m, p.n))) * max(0.0, 1 - abs(math.log2(p.k / 256))),
         "rows": max(0.0, math.log2(128 / p.m)),
         "multiplies": multiplies,
+        "divides": _within(few) * divides,
+        "whole": _within(math.log2(p.k / _tiles(p)) - 3.5) * (1 - divides),
         "pitch": sum(p.a.bytes(row) % 128 != 0 for row in _rows(p)),
         "long": math.log2(ours),
+        "padded_short": (len(copied) > 0) * max(0.0, math.log2(512 / p.k)),
         "walked": len(copied) > 0 and p.strided,
     }
     weights = PLAIN if p.batch_size == 1 else BATCHED
     fitted_us = ours * math.exp(sum(weight * true[name] for name, weight in weights.items()))
-    return max(fitted_us, byte_us / MOST_OF_RATE) + _transposes_us(p, device)
+    return max(fitted_us, passing_us(p, READ_SHARE, WRITE_SHARE)) + _transposes_us(p, device)
+
+
+def _within(x: float) -> float:
+    """Returns the number, at least 0 and at most 1."""
+    return min(1.0, max(0.0, x))
 
 
 # Where operands have rows of no whole 16 bytes, XLA's autotuner takes kernels of Triton: how much longer than at the
