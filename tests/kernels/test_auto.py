@@ -63,9 +63,9 @@ def _tile(config):
 
 @pytest.mark.parametrize(
     ("name", "least", "lost", "mean"),
-    # As shipped 24, 1 and 1.130; 93, 1 and 1.385; 64, 1 and 1.371. Where bytes were no limit, XLA was told to read
+    # As shipped 30, 0 and 1.157; 93, 1 and 1.385; 64, 1 and 1.371. Where bytes were no limit, XLA was told to read
     # at less than its rate, and dividing k was told alike at any k: 38, 10 and 1.067; 82, 2 and 1.351; 62, 1 and 1.350.
-    [("attention-h200", 20, 2, 1.1), ("products-h200", 85, 1, 1.36), ("products-held-h200", 60, 1, 1.36)],
+    [("attention-h200", 25, 0, 1.12), ("products-h200", 85, 1, 1.36), ("products-held-h200", 60, 1, 1.36)],
 )
 def test_kernels_run_where_they_won(name, least, lost, mean):
     ratios = []
