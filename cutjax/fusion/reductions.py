@@ -28,11 +28,11 @@ from cutjax.kernels import choose
 from cutjax.kernels.staging import instructions
 from cutjax.primitives.row_sums import row_sums_p
 
-_LEAST_BYTES = 4 << 20  # of what is read: less is in the cache, and a launch is much of it
+LEAST_BYTES = 4 << 20  # of what is read: less is in the cache, and a launch is much of it
 _MOST_SUMS = 4
 _MOST_EQUATIONS = 96
-# Of 40 sums (benchmarks/results/experiments/row-sums-h200.json), the share of a copy's bandwidth that XLA's passes reach at
-# best, and the microseconds beside: sums of each image, and over all images, of what takes so many instructions.
+# Of 40 sums (benchmarks/results/experiments/row-sums-h200.json), the share of a copy's bandwidth that XLA reaches at
+# best, and the microseconds beside: of each image, and over all images, of what takes so many instructions.
 _XLA_OF_EACH = ((8, 0.5, 10.0), (0, 0.5, 3.0))
 _XLA_OF_ALL = ((25, 0.385, 15.0), (8, 0.8, 8.0), (0, 1.0, 4.0))
 _ADDED = frozenset(["bfloat16", "float16", "float32"])  # in float32, whatever the dtype of the sum
@@ -66,12 +66,12 @@ class Sums:
         return self.made
 
 
-def search(graph: Graph) -> list[Sums]:
-    """Returns the sums of a program that a kernel could make, those of the same arrays together."""
+def search(graph: Graph, least_bytes: int) -> list[Sums]:
+    """Returns the sums of a program that a kernel could make of so many bytes or more, those of the same together."""
     groups: list[Sums] = []
     for i in sorted(graph.live):
         one = _of(graph, i)
-        if one is None:
+        if one is None or sum(map(byte_count, one.leaves)) < least_bytes:
             continue
         for k in reversed(range(len(groups))):
             if (both := _together(graph, groups[k], one)) is not None:
@@ -111,9 +111,7 @@ def _of(graph: Graph, i: int) -> Sums | None:
         return None
     members, leaves, small = min(cones, key=lambda cone: sum(map(byte_count, cone[1])))
     inputs = [*leaves, *small]
-    if sum(map(byte_count, leaves)) < _LEAST_BYTES or any_divided(*(y.aval for y in inputs)):
-        return None
-    if len({frozenset(varying_axes(y.aval)) for y in inputs}) > 1:
+    if any_divided(*(y.aval for y in inputs)) or len({varying_axes(y.aval) for y in inputs}) > 1:
         return None
     return Sums(form, [i], sorted({*members, i}), leaves, inputs, [out])
 

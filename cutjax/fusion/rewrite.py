@@ -254,7 +254,8 @@ class Rewriter:
 
     def _sums(self, graph: Graph) -> None:
         """Puts kernels in the places of sums over rows that no product makes, where that is worth it."""
-        for sums in reductions.search(graph):
+        always = self.policy == "always"
+        for sums in reductions.search(graph, 0 if always else reductions.LEAST_BYTES):
             if graph.reaches(sums.inputs, sums.results):
                 continue
             try:
@@ -262,7 +263,7 @@ class Rewriter:
                 made = self._template(self._keys.region(graph, sums), make, sums.inputs)
             except NotImplementedError:  # no kernel has its expression
                 continue
-            if made.product is None or not (self.policy == "always" or reductions.pays(graph, sums, made.product)):
+            if made.product is None or not (always or reductions.pays(graph, sums, made.product)):
                 continue
             sums.made, _ = placed(made, sums.inputs, sums.results, graph.eqns[sums.reductions[-1]])
             graph.replace(sums)

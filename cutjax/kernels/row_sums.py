@@ -27,12 +27,12 @@ from cutjax.runtime.architectures import number
 from cutjax.runtime.choice import Choice
 from cutjax.runtime.launch import Call, Pointer
 
-# Fitted to 40 of experiments/row-sums-h200.json: of a copy's rate, what reading reaches; of a launch, and of the pass in
-# which XLA adds up the shares of blocks, for each sum and each share.
+# Fitted to 40 of benchmarks/results/experiments/row-sums-h200.json: the share of a copy's rate at which it reads; the
+# microseconds of a launch, and of the pass in which XLA adds up the shares of blocks, for each sum and each share.
 SHARE, LAUNCH_US, SUM_US, SHARE_US = 0.9, 2.0, 1.5, 0.002
 _THREADS, _LANES, _WAVES = 256, 32, 8  # of a block at most; along columns at most; blocks for each SM at least
 _VALUES = 64  # that a thread keeps of what rows share, and of sums: registers are short
-_SPECIAL = frozenset("cos div exp exp2 expm1 log log1p pow rsqrt sin sqrt tanh".split())
+_SPECIAL = frozenset(["cos", "div", "exp", "exp2", "expm1", "log", "log1p", "pow", "rsqrt", "sin", "sqrt", "tanh"])
 _FEW = 32  # of those, with which an SM has three blocks at one time, not two
 
 
@@ -288,4 +288,5 @@ def why_not(problem: Problem) -> list[str]:
         found.append("operands of several batch axes")
     if (most := instructions(p.expression)) > MOST_INLINED:
         found.append(f"an expression of about {most} instructions: more than {MOST_INLINED} are not inlined")
-    return [*found, *reasons.of_counters({"rows": p.rows + 65536, "columns": p.columns, "matrices": 32 * p.matrices})]
+    blocks = -(-p.columns // _LANES) * (p.matrices + _WAVES * p.device.sms)
+    return [*found, *reasons.of_counters({"rows": p.rows + 2**16, "columns": p.columns, "blocks": blocks})]

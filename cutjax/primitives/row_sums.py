@@ -44,7 +44,9 @@ def _batch(args: Any, dims: Any, **params: Any) -> tuple[list[jax.Array], list[i
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """Differentiates plain JAX's; a kernel makes the sums themselves."""
-    _, found = jax.jvp(functools.partial(_reference, **params), primals, list(map(ad.instantiate_zeros, tangents)))
+    _, found = jax.jvp(
+        functools.partial(_reference, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
+    )
     return row_sums_p.bind(*primals, **params), found
 
 
