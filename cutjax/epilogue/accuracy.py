@@ -55,22 +55,25 @@ _KEEPS_RELATIVE_ERROR = frozenset(
     ]
 )
 _FLOATS = frozenset(_OUTPUT_LEVELS)
-_SHORT = _FLOATS - {"float32"}
 
 
 def levels(nodes: Sequence[Node], outputs: Sequence[Output]) -> list[Level]:
     """Returns the level of each node: the strictest of what its uses ask."""
     bounds = intervals(nodes)
     found = [Level.COARSE_BF16] * len(nodes)
-    short = any(node.op in ("acc", "operand") and node.dtype in _SHORT for node in nodes)
 
     def ask(i: int, level: Level) -> None:
         found[i] = min(found[i], level)
 
+    stored = [node.dtype for node in nodes if node.op == "acc"]  # of sums that no product makes, an array's
+    stored += [out.dtype for out in outputs if not out.reduce]
+    of_16_bits = any(_OUTPUT_LEVELS.get(dtype, Level.ACCURATE) > Level.FINE for dtype in stored)
     for out in outputs:
         level = _OUTPUT_LEVELS.get(out.dtype, Level.ACCURATE)
-        if out.reduce == "sum":  # of what values of 16 bits make, an error of 2^-21 is far below what they have
-            level = Level.FINE if short and out.dtype == "float32" else min(level, Level.FINE)
+        if out.reduce == "sum":
+            # Over all rows float32's own rounding of partial sums is as large as fine terms' errors.
+            beside = of_16_bits and "row" in out.axes and level == Level.XLA
+            level = Level.FINE if beside else min(level, Level.FINE)
         ask(out.node, level)
     for i in reversed(range(len(nodes))):
         for position, arg in enumerate(nodes[i].args):

@@ -190,6 +190,15 @@ def test_the_strictest_output_decides():
     assert "tanh_approx" in unused
 
 
+@pytest.mark.parametrize(
+    ("axis", "beside", "wanted"),
+    [(0, jnp.bfloat16, "fine"), (1, jnp.bfloat16, "accurate"), (0, jnp.float32, "accurate")],
+)
+def test_a_sum_over_rows_hides_what_fine_terms_err_by(axis, beside, wanted):
+    text = emit.emit(traced(lambda x: (x.astype(beside), jax.nn.silu(x).sum(axis))))
+    assert f"{wanted}_logistic" in text
+
+
 # ---- the contract ----
 
 
