@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import math
 
+import numpy as np
+
 from cutjax.kernels import reasons
 from cutjax.kernels.device import Device
 from cutjax.kernels.direct.config import Config
@@ -165,6 +167,18 @@ class Shape:
         return len(reduced(self.problem.epilogue)) * self.columns * self.words
 
     @property
+    def whole_strips(self) -> bool:
+        """True if no strip ends beyond a row."""
+        return self.geometry.columns.grid % (self.config.strip * self.geometry.columns.every) == 0
+
+    @property
+    def beside(self) -> int:
+        """Words of operands that a thread loads for each place."""
+        operands = self.problem.epilogue.operands
+        nbytes = (np.dtype(x.dtype).itemsize * (self.columns if x.col else 1) for x in operands if x.row)
+        return sum(-(-each // 4) for each in nbytes)
+
+    @property
     def products(self) -> int:
         """Products of a thread in one turn of its loop."""
         c, g = self.config, self.geometry
@@ -188,6 +202,7 @@ class Shape:
         ahead = (c.ahead + 1) * g.rows.steps[0] * strip * pixel
         weights = g.taps * c.pairs * self.words if self.in_registers else 2 * c.pairs * self.words
         held = self.held + 6 * bool(self.held)  # and where a block's share goes
+        held += self.beside * g.rows.steps[1] * c.strip
         return sums + ahead + g.rows.steps[0] * strip * self.inputs * self.words + weights + held + BESIDE
 
     def reasons(self) -> list[str]:

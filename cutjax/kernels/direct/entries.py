@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.direct.geometry import places_of
 from cutjax.kernels.direct.resolved import Resolved, accumulator_of
-from cutjax.kernels.direct.text import as_large, epilogue_text, reduced, source
+from cutjax.kernels.direct.text import OF_THREAD, as_large, epilogue_text, reduced, source
 from cutjax.kernels.entry import Entry
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.launch import Pointer
@@ -47,8 +47,8 @@ def _epilogue(kernel: Resolved) -> tuple[str, bool, bool]:
         return "1", False, False
     toeplitz = kernel.config.toeplitz
     at_once = toeplitz and as_large(kernel.problem.epilogue)
-    if at_once:  # beside what it has of reductions, a thread has registers for few channels at once
-        return str(min(kernel.tensor.unit, 4 if reduced(kernel.problem.epilogue) else 8)), False, True
+    if at_once:  # of two places: a thread has registers for the vectors of so few channels throughout
+        return str(min(kernel.tensor.unit, OF_THREAD)), False, True
     return "2" if toeplitz else "COLUMNS", _instructions(kernel) > MOST_INLINED, toeplitz
 
 
@@ -147,6 +147,7 @@ def _forward(kernel: Resolved) -> Entry:
         "IMAGE_ROWS": read,
         "RESULT_ROWS": done,
         "FIRST_OPEN": first,
+        "WHOLE_STRIPS": shape.whole_strips,
         "ROWS_OPEN": count,
     }
     if shape.slides:

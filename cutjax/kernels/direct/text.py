@@ -12,6 +12,7 @@ from cutjax.epilogue.expression import Epilogue, Output
 from cutjax.kernels.arguments import Argument
 from cutjax.runtime import sources
 
+OF_THREAD = 4  # channels of which a thread by Toeplitz matrices makes results, where an operand is as large as those
 COMMON = ("common/atoms.cuh", *sources.MATH, "common/elements.cuh")
 
 
@@ -144,15 +145,21 @@ DEVICE void finish(const Extras& extras, Partials& partials, const Done done, in
 """
     if as_large(epilogue):
         return text + _of_sums(epilogue, count)
-    return f"""{text}constexpr int STAGED_WORDS = {" + ".join(slots)};
-DEVICE void stage_results(const Extras& extras, Partials& partials, const Acc (&sums)[2], int row, int column,
-                          u32* buffer, int warp, int place, bool there) {{
-  Beside beside;
-  beside.load(extras, row, column);
-  const Found found = results_of(extras, beside, Done{{{{sums[0], sums[1]}}}}, row, column);{lines(staged)}
-  if (there) partials.add(found, 0);
+    return f"""{text}constexpr int STAGED_WORDS = {" + ".join(slots)}, CHANNELS_EACH = 8;
+constexpr bool BEGUN_EACH = AS_LARGE;
+DEVICE void stage_results(const Extras& extras, Partials& partials, const Acc (&sums)[2][2], int first, int column,
+                          u32* buffer, int warp, int first_place, int there) {{
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {{
+    int row = min(first + i, extras.m - 1), place = first_place + i;
+    Beside beside;
+    beside.load(extras, row, column);
+    const Done done{{{{sums[i][0], sums[i][1]}}}};
+    const Found found = results_of(extras, beside, done, row, column);{lines(["  " + x for x in staged])}
+    if (there > i) partials.add(found, 0);
+  }}
 }}
-DEVICE void copy_results(const Extras& extras, Partials&, const u32* buffer, const Own& own, int row, u32) {{
+DEVICE void copy_results(const Extras& extras, Partials&, const u32* buffer, const Own<8>& own, int row, u32) {{
   i64 at = static_cast<i64>(row) * extras.n + own.channel;{lines(copied)}
 }}
 """
@@ -168,37 +175,37 @@ def _stores(epilogue: Epilogue, count: str) -> list[str]:
 
 
 def _of_sums(epilogue: Epilogue, count: str) -> str:
-    """The functions that stage sums, and compute results of ``count`` of them at once and store UNIT."""
-    results = [(i, DTYPES[out.dtype].carrier) for i, out in enumerate(epilogue.outputs) if not out.reduce]
-    whole = " ".join(f"{carrier} y{i}[UNIT];" for i, carrier in results)
-    taken = " ".join(f"found.y{i}[u + i] = part.y{i}[i];" for i, _ in results)
-    stores = "".join(f"\n    {store}" for store in _stores(epilogue, "UNIT"))
-    return f"""struct Whole {{
-  {whole}
-}};
-constexpr int STAGED_WORDS = Staged<Dtype::f32>::WORDS;
-DEVICE void stage_results(const Extras&, Partials&, const Acc (&sums)[2], int, int, u32* buffer, int warp, int place,
-                          bool) {{
-  Staged<Dtype::f32>::stage(buffer, warp, place, sums);
+    """The function that computes and stores results of staged sums, ``count`` channels of two places at once."""
+    stores = "".join(f"\n      {store}" for store in _stores(epilogue, count))
+    return f"""constexpr int STAGED_WORDS = Sums::WORDS, CHANNELS_EACH = {OF_THREAD};
+constexpr bool BEGUN_EACH = {count} < CHANNELS_EACH;  // vectors are loaded again for each place
+DEVICE void stage_results(const Extras&, Partials&, const Acc (&sums)[2][2], int, int, u32* to, int, int, int) {{
+  Sums::stage(to, sums);
 }}
-DEVICE void copy_results(Extras& extras, Partials& partials, const u32* buffer, const Own& own, int row, u32 planes) {{
+DEVICE void copy_results(Extras& extras, Partials& partials, const u32* sums, const Own<{OF_THREAD}>& own, int first,
+                         u32 planes) {{
+  constexpr int PLACES = Own<{OF_THREAD}>::PLACES, ACROSS = Own<{OF_THREAD}>::ACROSS;
+  constexpr bool EVEN = Own<{OF_THREAD}>::EVEN;
 #pragma unroll
-  for (int v = 0; v < 8; v += UNIT) {{
-    if (UNIT < 8 && v >= own.channels) break;
+  for (int v = 0; v < {OF_THREAD}; v += {count}) {{
+    if (BEGUN_EACH && v >= own.channels) break;
     int column = own.channel + v;
-    Whole found;
+    if (BEGUN_EACH) extras.begin(column);
+    Done done[PLACES];
+    Sums::take(sums + v * Sums::PITCH, done);
+    Beside beside[PLACES];
 #pragma unroll
-    for (int u = 0; u < UNIT; u += {count}) {{
-      extras.begin(column + u);  // again for each row: registers are short
-      Done done;
-      Staged<Dtype::f32>::take(buffer, own, v + u, done.acc);
-      Beside beside;
-      beside.load(extras, row, column + u, planes + (v + u) * 2);
-      const Found part = results_of(extras, beside, done, row, column + u);
-      partials.add(part, v + u);
+    for (int i = 0; i < PLACES; ++i) {{
+      int row = first + (EVEN ? i : min(i, own.places - 1));
+      beside[i].load(extras, row, column, planes + (i * ACROSS * {OF_THREAD} + v) * 2);
+    }}
 #pragma unroll
-      for (int i = 0; i < {count}; ++i) {{ {taken} }}
-    }}{stores}
+    for (int i = 0; i < PLACES; ++i) {{
+      if (!EVEN && i >= own.places) break;
+      int row = first + i;
+      const Found found = results_of(extras, beside[i], done[i], row, column);{stores}
+      partials.add(found, v);
+    }}
   }}
 }}
 """
@@ -261,7 +268,7 @@ def reduced(epilogue: Epilogue) -> list[tuple[int, Output]]:
 
 def held(epilogue: Epilogue) -> int:
     """Returns the channels that a thread of a kernel by Toeplitz matrices has of a reduction."""
-    return 8 if as_large(epilogue) else 2
+    return OF_THREAD if as_large(epilogue) else 2
 
 
 def as_large(epilogue: Epilogue) -> bool:

@@ -136,13 +136,14 @@ class Shape:
         pitches = [(self.subs * x + 27) // 32 * 32 + 4 for x in (places + STRIP, places)]
         if self.geometry.gradient:
             return 4 * self.lanes * max(self.config.ahead * STEP * sum(pitches), 2 * FRAGMENT * 9)
-        of_result = STRIP * FRAGMENT + (2 if self.lanes > 8 else 4)
         epilogue = self.problem.epilogue
         words = sum(np.dtype(out.dtype).itemsize // 2 for out in epilogue.outputs if not out.reduce)
-        words = 2 if as_large(epilogue) else words  # sums, not results
+        row = self.lanes * (STRIP * FRAGMENT + (2 if self.lanes > 8 else 4)) * words
+        if as_large(epilogue):  # sums, not results
+            row = 2 * self.lanes * (STRIP * FRAGMENT + 2)
         planes_bytes = 16 * self.threads * len(planes(epilogue))
         ahead = self.config.ahead * (4 * self.lanes * pitches[0] + planes_bytes)
-        return max(STEP * (ahead + 8 * self.lanes * of_result * words), self.threads * self.held * 4)
+        return max(STEP * (ahead + 8 * row), self.threads * self.held * 4)
 
     @property
     def held(self) -> int:

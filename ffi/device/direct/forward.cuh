@@ -79,9 +79,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     // From the first step that has the first row open to the one that ends the last.
     int q = floor_div(item.first_row - FIRST_OPEN - ROWS_OPEN + RESULT_ROWS, RESULT_ROWS), d = 0;
     int last = floor_div(end - 1 - FIRST_OPEN, RESULT_ROWS);
+    auto place_of = [&](int row) {
+      int in_plane = (item.row_remainder + EVERY_H * row) * of.grid_w + first_place;
+      return (item.image * of.grid_d + item.plane) * of.grid_h * of.grid_w + in_plane;
+    };
+    // Operands of the rows that a step ends are on their way from where the step before it has ended its own.
+    Beside beside[RESULT_ROWS][STRIP];
+    auto ask = [&](int a, int row) {
+      if (row < item.first_row || row >= end) return;
+#pragma unroll
+      for (int t = 0; t < STRIP; ++t) {
+        int column = WHOLE_STRIPS ? EVERY_W * t : min(EVERY_W * t, of.grid_w - 1 - first_place);
+        beside[a][t].load(extras, place_of(row) + column, first_column(pair));
+      }
+    };
     Strip ahead[UNROLL][IMAGE_ROWS];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) load(ahead[i], q + i, 0);
+#pragma unroll
+    for (int a = 0; a < RESULT_ROWS; ++a) ask(a, RESULT_ROWS * q + FIRST_OPEN + a);
 #pragma unroll 1
     while (q <= last) {
       bool of_step_last = d == WINDOW_D - 1;
@@ -102,49 +118,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         if (after_q + i <= last) load(ahead[i], after_q + i, after_d);
 #pragma unroll
         for (int a = 0; a < ROWS_OPEN; ++a) {
-          if (first + a < item.first_row || first + a >= end) continue;
-          if (WINDOW_D == 1 || d == 0) {
+          if (first + a >= item.first_row && first + a < end) {
+            if (WINDOW_D == 1 || d == 0) {
 #pragma unroll
-            for (int j = 0; j < STRIP * PAIRS; ++j)
-              sums[a][j / PAIRS][j % PAIRS] =
-                  a + RESULT_ROWS < ROWS_OPEN ? sums[a + RESULT_ROWS][j / PAIRS][j % PAIRS] : Acc{};
-          }
+              for (int j = 0; j < STRIP * PAIRS; ++j)
+                sums[a][j / PAIRS][j % PAIRS] =
+                    a + RESULT_ROWS < ROWS_OPEN ? sums[a + RESULT_ROWS][j / PAIRS][j % PAIRS] : Acc{};
+            }
 #pragma unroll
-          for (int s = 0; s < IMAGE_ROWS; ++s) {
-            if (tap_of(s, a) < 0 || !there[s]) continue;
+            for (int s = 0; s < IMAGE_ROWS; ++s) {
+              if (tap_of(s, a) < 0 || !there[s]) continue;
 #pragma unroll
-            for (int k = 0; k < WINDOW_W; ++k) {
-              int at = tap_of(s, a) * WINDOW_W + k;
-              const Tap tap = IN_REGISTERS ? own[at] : shared_taps[(d * WINDOW_H * WINDOW_W + at) * LANES + lane];
+              for (int k = 0; k < WINDOW_W; ++k) {
+                int at = tap_of(s, a) * WINDOW_W + k;
+                const Tap tap = IN_REGISTERS ? own[at] : shared_taps[(d * WINDOW_H * WINDOW_W + at) * LANES + lane];
+#pragma unroll
+                for (int t = 0; t < STRIP; ++t) {
+                  if (pixel_of(t, k) < 0) continue;
+#pragma unroll
+                  for (int p = 0; p < PAIRS; ++p)
+                    sums[a][t][p] += pixel[s][pixel_of(t, k)][input_of(p)] * tap.weight[p];
+                }
+              }
+            }
+            if (a < RESULT_ROWS && of_step_last) {
+              int place = place_of(first + a);
 #pragma unroll
               for (int t = 0; t < STRIP; ++t) {
-                if (pixel_of(t, k) < 0) continue;
+                if (!WHOLE_STRIPS && first_place + EVERY_W * t >= of.grid_w) continue;
+                Done done;
 #pragma unroll
-                for (int p = 0; p < PAIRS; ++p) sums[a][t][p] += pixel[s][pixel_of(t, k)][input_of(p)] * tap.weight[p];
+                for (int p = 0; p < PAIRS; ++p) {
+                  bool one_of_several = p > 0 && column_of(p - 1) == column_of(p);
+                  done.acc[column_of(p)] = one_of_several ? done.acc[column_of(p)] + sums[a][t][p] : sums[a][t][p];
+                }
+                finish(extras, partials, beside[a][t], done, place + EVERY_W * t, first_column(pair));
               }
             }
           }
-          if (a >= RESULT_ROWS || !of_step_last) continue;
-          int row = item.row_remainder + EVERY_H * (first + a);
-          int place = ((item.image * of.grid_d + item.plane) * of.grid_h + row) * of.grid_w;
-          Beside beside[STRIP];
-#pragma unroll
-          for (int t = 0; t < STRIP; ++t) {
-            int column = min(first_place + EVERY_W * t, of.grid_w - 1);
-            beside[t].load(extras, place + column, first_column(pair));
-          }
-#pragma unroll
-          for (int t = 0; t < STRIP; ++t) {
-            int column = first_place + EVERY_W * t;
-            if (column >= of.grid_w) continue;
-            Done done;
-#pragma unroll
-            for (int p = 0; p < PAIRS; ++p) {
-              bool one_of_several = p > 0 && column_of(p - 1) == column_of(p);
-              done.acc[column_of(p)] = one_of_several ? done.acc[column_of(p)] + sums[a][t][p] : sums[a][t][p];
-            }
-            finish(extras, partials, beside[t], done, place + column, first_column(pair));
-          }
+          if (a < RESULT_ROWS && of_step_last) ask(a, first + RESULT_ROWS + a);
         }
       }
       q = after_q, d = after_d;

@@ -102,14 +102,22 @@ DEVICE void clear(u32 base, int bytes) {
   for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) st_shared_v4(base + i, 0, 0, 0, 0);
 }
 
-// The place, and the 8 channels of it from `channel` on, that a thread has of each row of results, of some image.
+// What a thread has of each row of results: CHANNELS neighbours of them, of 8 / CHANNELS places that are neighbours
+// too.
+template <int CHANNELS>
 struct Own {
-  int place, pair, column, channel, channels, image;  // of 8 channels those that there are, or less
+  static constexpr int PLACES = 8 / CHANNELS, ACROSS = 2 * WARPS / CHANNELS;  // threads of a place
+  static constexpr bool EVEN = PIECES == 1 && READ_PLACES % PLACES == 0;      // none has fewer places
+  int item, lane, place, channel, channels, places;                           // those that there are, or less
+  int pixel;  // the number of its first place, in an image's first row, among those of all images; or there is none
 
-  DEVICE Own(const Work& work, const Chunks& of, int columns, int all_channels)
-      : place(threadIdx.x / (WARPS / 4)), pair(threadIdx.x % (WARPS / 4) * 4) {
-    column = work.column + place % SUB_PLACES, channel = work.channel + 2 * pair, channels = all_channels - channel;
-    image = place < TAKEN * 8 && column < columns && channels > 0 ? work.group * SUBS + place / SUB_PLACES : of.images;
+  DEVICE Own(const Work& work, int all_images, int height, int width, int all_channels)
+      : item(threadIdx.x / ACROSS), lane(threadIdx.x % ACROSS), place(item * PLACES) {
+    int column = work.column + place % SUB_PLACES, image = work.group * SUBS + place / SUB_PLACES;
+    places = min(PLACES, width - column);
+    channel = work.channel + lane * CHANNELS, channels = all_channels - channel;
+    bool there = place < TAKEN * 8 && places > 0 && channels > 0 && image < all_images;
+    pixel = (there ? image : all_images) * height * width + column;
   }
 };
 
@@ -143,17 +151,8 @@ struct Staged {
     }
   }
 
-  // The elements of a thread's channels from `v` on.
-  template <int COUNT>
-  static DEVICE void take(const u32* buffer, const Own& own, int v, Acc (&to)[COUNT]) {
-    static_assert(SIZE<D> == 4);
-    const u32* from = buffer + (own.pair + v / 2) * PITCH + own.place * EACH;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) to[i] = __uint_as_float(from[i / 2 * PITCH + i % 2]);
-  }
-
-  static DEVICE void copy(const u32* buffer, char* d, const Own& own) {
-    const u32* from = buffer + own.pair * PITCH + own.place * EACH;
+  static DEVICE void copy(const u32* buffer, char* d, const Own<8>& own) {
+    const u32* from = buffer + own.lane * 4 * PITCH + own.place * EACH;
 #pragma unroll
     for (int v = 0; v < 8; v += CHANNELS_EACH) {
       if (UNIT < 8 && v >= own.channels) break;  // others are there as one
@@ -161,6 +160,32 @@ struct Staged {
 #pragma unroll
       for (int i = 0; i < BYTES / 4; ++i) words[i] = from[(v / 2 + i / EACH) * PITCH + i % EACH];
       st_global<BYTES>(d + v * SIZE<D>, Bytes16{words[0], words[1], words[2], words[3]});
+    }
+  }
+};
+
+// Sums of 16 strips in float32, on their way to the threads that make results of them: places of each channel.
+struct Sums {
+  struct alignas(8) Two {
+    float first, second;
+  };
+  static constexpr int PITCH = 8 * 16 + 2, WORDS = 2 * WARPS * PITCH;  // few lanes meet in a bank
+  static DEVICE int at(int channel, int place) { return channel * PITCH + (place ^ channel / 16 % 2 * 4); }
+
+  // Of two neighbouring places two channels' sums.
+  static DEVICE void stage(u32* to, const Acc (&y)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) *reinterpret_cast<Two*>(to + i * PITCH) = {y[0][i], y[1][i]};
+  }
+
+  // The same of as many channels as there is room for.
+  template <typename Done>
+  static DEVICE void take(const u32* from, Done (&to)[2]) {
+    constexpr int COUNT = sizeof(to[0].acc) / sizeof(float);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const Two two = *reinterpret_cast<const Two*>(from + i * PITCH);
+      to[0].acc[i] = two.first, to[1].acc[i] = two.second;
     }
   }
 };

@@ -37,24 +37,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   rows.begin(x, images, work, of.images, first, end - first);
   int row_of_load = first, left = work.rounds * steps, behind = images.low_h - (WINDOW_H - 1);
   Extras extras(of.images * grid_h * grid_w, images.channels EXTRAS_ARGUMENTS);
-  Own own(work, of, grid_w, images.channels);
+  Own<8> asking(work, of.images, grid_h, grid_w, images.channels);
+  Own<CHANNELS_EACH> own(work, of.images, grid_h, grid_w, images.channels);
   Partials partials;
+  // Where a row's sums are that a thread has of its fragments, and those that it makes results of.
+  int made = AS_LARGE ? Sums::at(2 * warp, 8 * quad + 2 * part) : 0;
+  int taken = AS_LARGE ? Sums::at(own.lane * CHANNELS_EACH, own.place) : 0;
+  int in_plane = 2 * CHANNELS_EACH * (own.place * own.ACROSS + own.lane);
+  if (AS_LARGE) keep(made), keep(taken), keep(in_plane);
   // Of the rows of the result that a step ends, from one on, those that there are, with their planes in a stage.
-  auto each_ended = [&](int ended, int& image, u32 stage, auto each) {
+  auto each_ended = [&](int ended, auto& of_thread, u32 stage, auto each) {
 #pragma unroll
     for (int r = 0; r < STEP; ++r) {
-      int row = ended + r, pixel = (image * grid_h + row) * grid_w + own.column;
-      u32 planes = stage + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES + 16 * threadIdx.x;
-      if (row >= work.row && row < work.end && image < of.images) each(r, pixel, planes);
+      int row = ended + r, at = of_thread.pixel + row * grid_w;
+      bool there = row >= work.row && row < work.end && of_thread.pixel < extras.m;
+      if (there) each(r, at, stage + STEP * ROW_BYTES + r * PLANES * PLANE_BYTES);
     }
-    if (ended + STEP >= work.end) image += work.by * SUBS;
+    if (ended + STEP >= work.end && of_thread.pixel < extras.m) of_thread.pixel += work.by * SUBS * grid_h * grid_w;
   };
   // With a step's pixels come the planes of the results that leave in it: those that the step before it ends.
-  int asked = work.row - STEP, asked_image = own.image;
+  int asked = work.row - STEP;
   auto load = [&](u32 stage, bool there) {
     if (PLANES > 0) {
-      each_ended(asked, asked_image, stage,
-                 [&](int, int pixel, u32 planes) { extras.ask(planes, pixel, own.channel, own.channels); });
+      each_ended(asked, asking, stage, [&](int, int pixel, u32 planes) {
+        extras.ask(planes + 16 * threadIdx.x, pixel, asking.channel, asking.channels);
+      });
       asked = there ? row_of_load + behind : work.end;
     }
     if (there) {
@@ -79,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         __byte_perm(two[i % 2 * 2].words[0], two[i % 2 * 2 + 1].words[0], i / 2 % 2 ? 0x7632 : 0x5410);
   }
 
-  if (!AS_LARGE && channel < images.channels) extras.begin(channel);
+  int held = AS_LARGE ? own.channel : channel;  // the first of the channels whose vectors a thread has
+  if (!BEGUN_EACH && held < images.channels) extras.begin(held);
   u32 strips[2];  // this lane's, of those in `from`
 #pragma unroll
   for (int h = 0; h < 2; ++h)
@@ -89,8 +97,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   int ended = work.row - STEP;  // of the rows of the result, the first that the last step ended
   u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
   auto copy = [&] {
-    each_ended(ended, own.image, from, [&](int r, int pixel, u32 planes) {
-      copy_results(extras, partials, staged + (STEP - buffer + r) * STAGED_WORDS, own, pixel, planes);
+    each_ended(ended, own, from, [&](int r, int pixel, u32 planes) {
+      u32* of_row = staged + (STEP - buffer + r) * STAGED_WORDS;
+      copy_results(extras, partials, of_row + taken, own, pixel, planes + in_plane);
     });
   };
   auto begin = [&] {
@@ -124,17 +133,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       }
       const float (&sum)[2][4] = sums[(phase.row + r) % WINDOW_H];
       if (ended + r >= work.row && ended + r < work.end) {
+        u32* of_row = staged + (buffer + r) * STAGED_WORDS;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          int strip = quad + j / 2 * 8, column = strip % STRIPS * 8 + 2 * part + j % 2;
-          int image = group * SUBS + strip / STRIPS;
+        for (int h = 0; h < 2; ++h) {
+          int strip = quad + 8 * h, column = strip % STRIPS * 8 + 2 * part, image = group * SUBS + strip / STRIPS;
           int pixel = (image * grid_h + ended + r) * grid_w + work.column + column;
-          bool there = strip < TAKEN && image < of.images && work.column + column < grid_w;
+          int there = strip < TAKEN && image < of.images ? grid_w - work.column - column : 0;
           if (channel >= images.channels) continue;
-          const Acc two[2] = {sum[0][j], sum[1][j]};
-          u32* of_row = staged + (buffer + r) * STAGED_WORDS;
-          int place = 8 * strip + column % 8;
-          stage_results(extras, partials, two, min(pixel, extras.m - 1), channel, of_row, warp, place, there);
+          const Acc two[2][2] = {{sum[0][2 * h], sum[1][2 * h]}, {sum[0][2 * h + 1], sum[1][2 * h + 1]}};
+          u32* to = of_row + (AS_LARGE ? made + 64 * h : 0);
+          stage_results(extras, partials, two, pixel, channel, to, warp, 8 * quad + 64 * h + 2 * part, there);
         }
       }
     }
@@ -165,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   copy();
   Acc* shared = reinterpret_cast<Acc*>(shared_memory);
   if (AS_LARGE) {
-    partials.store<WARPS / 4>(extras, shared, own.pair / 4, own.place, work.channel, work.part);
+    partials.store<Own<CHANNELS_EACH>::ACROSS>(extras, shared, own.lane, own.item, work.channel, work.part);
   } else {
     partials.store<WARPS>(extras, shared, warp, lane, work.channel, work.part);
   }

@@ -11,10 +11,12 @@ DEVICE const char* next_to(const char* p, int step) {
   return p;
 }
 
-// A value that is computed here: the compiler would rather do so again in each branch that reads it.
+// A value that is computed here: the compiler would rather do so again in each branch, or step, that reads it.
 #ifdef HOST_EMULATION
 DEVICE void keep(Acc&) {}
+DEVICE void keep(int&) {}
 #else
+DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
 DEVICE void keep(float& x) { asm volatile("" : "+f"(x)); }
 DEVICE void keep(double& x) { asm volatile("" : "+d"(x)); }
 #endif
