@@ -251,10 +251,15 @@ def kernels(step: Running) -> dict[str, Any]:
     return {"kernel_us": sum(total.values()), "kernels": len(records), "parts": parts}
 
 
+@jax.jit
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
 def first_steps(program: Program, step: Running) -> tuple[list[float], Any]:
     """Returns the losses of the first steps, and the gradients of the first one, as AdamW's first moment has them."""
     losses = [float(step())]
-    gradients = jax.tree.map(jnp.copy, step.state[1][0].mu) if program.trains else ()
+    gradients = _copied(step.state[1][0].mu) if program.trains else ()
     return [*losses, *(float(step()) for _ in range(CHECKED - 1))], gradients
 
 
