@@ -25,6 +25,11 @@ def none_if_zero(tangents: Sequence[Any]) -> list[Any]:
     return [None if is_zero(x) else x for x in tangents]
 
 
+def written_out(tangents: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """Returns the tangents, zeros as arrays."""
+    return tuple(map(ad.instantiate_zeros, tangents))
+
+
 def is_linear(operand: Any) -> bool:
     """True if an operand, in a transpose, is one of which a cotangent is wanted."""
     return ad.is_undefined_primal(operand)

@@ -188,7 +188,7 @@ def function(graph: Graph, sums: Sums) -> Callable[..., list[Any]]:
 
 
 def _rest(y: jax.Array, eqn: Any) -> jax.Array:
-    """Returns what an equation adds up, of the sums over rows."""
+    """Returns the result of an equation that adds up, of its sums over rows."""
     (x,), (out,), axes = eqn.invars, eqn.outvars, set(eqn.params["axes"])
     shape = x.aval.shape
     end = next(axis for axis in range(1, len(shape)) if axis not in axes)

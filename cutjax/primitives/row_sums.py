@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.interpreters import ad
 
 from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
+from cutjax.binding.rules import written_out
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels import row_sums
 from cutjax.kernels.device import device_of
@@ -44,9 +44,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> tuple[list[jax.Array], list[i
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """Differentiates plain JAX's; a kernel makes the sums themselves."""
-    _, found = jax.jvp(
-        functools.partial(_reference, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
-    )
+    _, found = jax.jvp(functools.partial(_reference, **params), tuple(primals), written_out(tangents))
     return row_sums_p.bind(*primals, **params), found
 
 
