@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from cutjax.binding import lowering
@@ -33,10 +34,17 @@ _MOST_SUMS = 4
 _MOST_EQUATIONS = 96
 # Of 40 sums (benchmarks/results/experiments/row-sums-h200.json), the share of a copy's bandwidth that XLA reaches at
 # best, and the microseconds beside: of each image, and over all images, of what takes so many instructions.
-_XLA_OF_EACH = ((8, 0.5, 10.0), (0, 0.5, 3.0))
-_XLA_OF_ALL = ((25, 0.385, 15.0), (8, 0.8, 8.0), (0, 1.0, 4.0))
+_XLA_OF_EACH = ((7, 0.5, 10.0), (0, 0.5, 3.0))
+_XLA_OF_ALL = ((15, 0.385, 15.0), (7, 0.8, 8.0), (0, 1.0, 4.0))
 _ADDED = frozenset(["bfloat16", "float16", "float32"])  # in float32, whatever the dtype of the sum
 _NOT_INSIDE = frozenset(["iota", "random_bits", "name"])
+
+
+class Factor(NamedTuple):
+    """A number, or a variable that lies along some axes of what it multiplies, none of them of rows."""
+
+    value: Any
+    axes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -49,6 +57,7 @@ class Sums:
       members: these, and all that make what they add up.
       leaves: the variables of full size that are read.
       inputs: all that are read, the leaves first.
+      added: of each reduction, the variable of full size that the kernel adds up, and by what its sum is multiplied.
       made: the equation that takes their place, once it is built.
     """
 
@@ -58,6 +67,7 @@ class Sums:
     leaves: list[Any]
     inputs: list[Any]
     results: list[Any]
+    added: list[tuple[Any, list[Factor]]]
     made: Any = None
     products: tuple[int, ...] = ()
 
@@ -89,9 +99,7 @@ def form_of(shape: tuple[int, ...], axes: Iterable[int]) -> tuple[int, int, int]
     them is so afterwards.
     """
     rank, axes = len(shape), set(axes)
-    end = 1
-    while end < rank and end in axes:
-        end += 1
+    end = next((axis for axis in range(1, rank) if axis not in axes), rank)
     if rank < 4 or end in (1, rank) or 0 in shape:
         return None
     return shape[0], math.prod(shape[1:end]), math.prod(shape[end:])
@@ -113,7 +121,43 @@ def _of(graph: Graph, i: int) -> Sums | None:
     inputs = [*leaves, *small]
     if any_divided(*(y.aval for y in inputs)) or len({varying_axes(y.aval) for y in inputs}) > 1:
         return None
-    return Sums(form, [i], sorted({*members, i}), leaves, inputs, [out])
+    return Sums(form, [i], sorted({*members, i}), leaves, inputs, [out], [_factored(graph, eqn, members)])
+
+
+def _factored(graph: Graph, eqn: Any, members: set[int]) -> tuple[Any, list[Factor]]:
+    """Returns what an equation adds up without factors that all rows share, and these: a sum less, or an equal one."""
+    (x,), rows, factors = eqn.invars, range(1, _end(eqn)), []
+    while (i := graph.producer.get(x, -1)) in members and x not in graph.definition:
+        of = graph.eqns[i]
+        if of.primitive.name in ("neg", "convert_element_type") and of.invars[0].aval.dtype.name in _ADDED:
+            (x,) = of.invars  # casts between them change nothing, as in tails
+            factors += [Factor(-1.0)] * (of.primitive.name == "neg")
+            continue
+        pairs = [of.invars, of.invars[::-1]] if of.primitive.name == "mul" else []
+        found = [(f, y) for f, y in ((_shared(graph, z, rows), y) for z, y in pairs if not is_literal(y)) if f]
+        if not found:
+            break
+        factor, x = found[0]
+        factors.append(factor)
+    return x, factors
+
+
+def _shared(graph: Graph, x: Any, rows: range) -> Factor | None:
+    """Returns the factor that an argument is; None where it differs by row."""
+    if is_literal(x):
+        return Factor(float(x.val)) if not x.aval.shape else None
+    source, axes, i = x, range(x.aval.ndim), graph.producer.get(x, -1)
+    if i >= 0 and x not in graph.definition and graph.eqns[i].primitive.name == "broadcast_in_dim":
+        (source, *_), axes = graph.eqns[i].invars, graph.eqns[i].params["broadcast_dimensions"]
+    if is_literal(source) or any(a in rows and n != 1 for a, n in zip(axes, source.aval.shape, strict=True)):
+        return None
+    return Factor(source, tuple(axes))
+
+
+def _end(eqn: Any) -> int:
+    """Returns the first axis after those of rows of what an equation adds up."""
+    axes = set(eqn.params["axes"])
+    return next(axis for axis in range(1, eqn.invars[0].aval.ndim) if axis not in axes)
 
 
 def _cone(graph: Graph, x: Any, through: bool) -> tuple[set[int], list[Any], list[Any]] | None:
@@ -150,25 +194,26 @@ def _cone(graph: Graph, x: Any, through: bool) -> tuple[set[int], list[Any], lis
 
 
 def _together(graph: Graph, a: Sums, b: Sums) -> Sums | None:
-    """Returns two sums as one; None where they read other arrays, or one is made of the other."""
-    reductions = [*a.reductions, *b.reductions]
-    some, others = set(a.leaves), set(b.leaves)
-    if a.found != b.found or not (some <= others or others <= some) or len(reductions) > _MOST_SUMS:
+    """Returns two sums as one; None where they read no array in common, or one is made of the other."""
+    reductions, added = [*a.reductions, *b.reductions], [*a.added, *b.added]
+    if a.found != b.found or set(a.leaves).isdisjoint(b.leaves) or len({x for x, _ in added}) > _MOST_SUMS:
         return None
     mask = sum(1 << i for i in reductions)
     if any(graph.depends_on(x, mask) for x in (*a.inputs, *b.inputs)):
         return None
     leaves = list(dict.fromkeys([*a.leaves, *b.leaves]))
     inputs = list(dict.fromkeys([*leaves, *a.inputs, *b.inputs]))
-    return Sums(a.found, reductions, sorted({*a.members, *b.members}), leaves, inputs, [*a.results, *b.results])
+    members, results = sorted({*a.members, *b.members}), [*a.results, *b.results]
+    return Sums(a.found, reductions, members, leaves, inputs, results, added)
 
 
 def function(graph: Graph, sums: Sums) -> Callable[..., list[Any]]:
     """Returns the function of sums. It keeps equations alive, not the program."""
     inside = set(sums.reductions)
     eqns = [placed_anywhere(graph.eqns[i]) for i in sums.members if i not in inside]
-    added = [graph.eqns[i] for i in sums.reductions]
+    reductions, added = [graph.eqns[i] for i in sums.reductions], sums.added
     form, inputs, first = sums.found, sums.inputs, sums.leaves[0]
+    each = list(dict.fromkeys(x for x, _ in added))
 
     def call(*args: Any) -> list[Any]:
         env = dict(zip(inputs, args, strict=True))
@@ -178,22 +223,28 @@ def function(graph: Graph, sums: Sums) -> Callable[..., list[Any]]:
             tail, values = Tail(form, 1), dict(env)
             values[first] = Tile(wide(acc))
             tail.evaluate(eqns, values)
-            return [jnp.sum(jnp.broadcast_to(tail.lift(values[eqn.invars[0]]), form), 1) for eqn in added]
+            return [jnp.sum(jnp.broadcast_to(tail.lift(values[y]), form), 1) for y in each]
 
         traced = trace(expression, [jax.ShapeDtypeStruct(form, x.dtype)])
         found = row_sums_p.bind(x, *traced.operands, expression=traced.epilogue, backend="auto")
-        return [_rest(y, eqn) for y, eqn in zip(traced.finish(found), added, strict=True)]
+        over_rows = dict(zip(each, traced.finish(found), strict=True))
+        return [
+            _rest(over_rows[y], [(env.get(f.value, f.value), f.axes) for f in factors], eqn)
+            for (y, factors), eqn in zip(added, reductions, strict=True)
+        ]
 
     return call
 
 
-def _rest(y: jax.Array, eqn: Any) -> jax.Array:
-    """Returns the result of an equation that adds up, of its sums over rows."""
+def _rest(y: jax.Array, factors: list[tuple[Any, tuple[int, ...]]], eqn: Any) -> jax.Array:
+    """Returns the result of an equation that adds up, of its sums over rows and what multiplies them."""
     (x,), (out,), axes = eqn.invars, eqn.outvars, set(eqn.params["axes"])
     shape = x.aval.shape
-    end = next(axis for axis in range(1, len(shape)) if axis not in axes)
-    left = [0, *range(end, len(shape))]
+    left = [0, *range(_end(eqn), len(shape))]
     y = lax.reshape(y, [shape[axis] for axis in left])
+    for value, at in factors:
+        sizes = dict(zip(at, np.shape(value), strict=True))
+        y *= jnp.asarray(value, np.float32).reshape([sizes.get(axis, 1) for axis in left])
     y = jnp.sum(y, [k for k, axis in enumerate(left) if axis in axes])
     return lax.reshape(y.astype(out.aval.dtype), out.aval.shape)
 

@@ -98,6 +98,20 @@ def test_sums_of_the_same_arrays_are_one_kernel():
     assert len(sums(always(jax.grad(functools.partial(loss, layer_of_two_passes), 1)), *args)) > len(found) - 2
 
 
+def test_what_multiplies_all_rows_is_multiplied_afterwards():
+    """Sums that differ by such factors are one: of channels, of images, numbers, and signs."""
+    x, w = scaled(1, SHAPE, F32), scaled(2, (16, 16), F32)
+
+    def several(x, w, image, channel, pixel):
+        y = jax.lax.sort(x @ w)
+        terms = [y, -y * channel, 2.0 * (y * image[:, None, None, :]), y.astype(BF16).astype(F32)]
+        return [z.sum(axes) for z in terms for axes in ((1, 2), (0, 1, 2))], (y * pixel[:, None]).sum((1, 2)), x @ w
+
+    args = x, w, scaled(3, (4, 16), F32), scaled(4, (16,), F32), scaled(5, (5,), F32)
+    assert sums(always(several), *args) == [2]
+    close(always(several)(*args), several(*args), 2**-7)  # what is cast to 16 bits and back
+
+
 def test_derivatives_of_a_fused_program():
     """In both modes, of first and second order, are those of plain JAX; vmap and scan too."""
     args = arguments((2, 3, 3, 16), F32)
