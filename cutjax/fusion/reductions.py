@@ -134,7 +134,7 @@ def _factored(graph: Graph, eqn: Any, members: set[int]) -> tuple[Any, list[Fact
             factors += [Factor(-1.0)] * (of.primitive.name == "neg")
             continue
         pairs = [of.invars, of.invars[::-1]] if of.primitive.name == "mul" else []
-        found = [(f, y) for f, y in ((_shared(graph, z, rows), y) for z, y in pairs if not is_literal(y)) if f]
+        found = [(f, y) for f, y in ((_shared(graph, z, rows, members), y) for z, y in pairs if not is_literal(y)) if f]
         if not found:
             break
         factor, x = found[0]
@@ -142,12 +142,12 @@ def _factored(graph: Graph, eqn: Any, members: set[int]) -> tuple[Any, list[Fact
     return x, factors
 
 
-def _shared(graph: Graph, x: Any, rows: range) -> Factor | None:
+def _shared(graph: Graph, x: Any, rows: range, members: set[int]) -> Factor | None:
     """Returns the factor that an argument is; None where it differs by row."""
     if is_literal(x):
         return Factor(float(x.val)) if not x.aval.shape else None
     source, axes, i = x, range(x.aval.ndim), graph.producer.get(x, -1)
-    if i >= 0 and x not in graph.definition and graph.eqns[i].primitive.name == "broadcast_in_dim":
+    if i in members and x not in graph.definition and graph.eqns[i].primitive.name == "broadcast_in_dim":
         (source, *_), axes = graph.eqns[i].invars, graph.eqns[i].params["broadcast_dimensions"]
     if is_literal(source) or any(a in rows and n != 1 for a, n in zip(axes, source.aval.shape, strict=True)):
         return None
