@@ -25,7 +25,7 @@ from cutjax.runtime.launch import Call
 
 # How many times as fast as XLA's product a kernel must be predicted to be, to run under "auto"; measured ones must lead
 # by as much. Of 374 products that the model was not fitted to, kernels run in 66, of which none is under 0.97 of XLA,
-# at a mean of 1.056; at 1 / 1.03, before, 104, 11 and 1.063. Of 304 of attention, in batches, none of 35 is.
+# at a mean of 1.056; at 1 / 1.03, before, 104, 11 and 1.063. Of 304 of attention, in batches, none of 31 is.
 LEAD = tuned.SURE
 
 
@@ -303,15 +303,17 @@ def leads(time_us: float, xla_us: float | None, lead: float) -> bool:
     return xla_us is None or time_us * lead <= xla_us
 
 
-# Kernels of wgmma read at the rate of a copy at most and write at 0.96 of it, besides a launch: the formula tells those
-# that do little else up to a tenth less, as it adds up what multiplying and moving take (sweeps/attention-h200.json).
-WRITE_SHARE, LEAST_US = 0.96, 2.0
+# Kernels of wgmma read at the rate of a copy at most and write at 0.96 of it, at 0.85 where results are most of the
+# bytes, besides a launch: the formula tells those that do little else up to a sixth less, as it adds up what they take
+# to multiply and to move (sweeps/attention-h200.json and auto-again-h200.json).
+WRITE_SHARE, MOSTLY_WRITE_SHARE, LEAST_US = 0.96, 0.85, 2.0
 
 
 def _least_us(problem: Problem) -> float:
     """Returns the time that a kernel takes at least: of its bytes, where each is read once; 0 where some may not be."""
     once = not (problem.groups or problem.symmetric or problem.a.view)
-    return LEAST_US + passing_us(problem, write=WRITE_SHARE) if once else 0.0
+    write = MOSTLY_WRITE_SHARE if 2 * problem.result_bytes > problem.bytes else WRITE_SHARE
+    return LEAST_US + passing_us(problem, write=write) if once else 0.0
 
 
 def floor_us(problem: Problem) -> float:

@@ -75,7 +75,7 @@ BATCHED = {
     "rows": -0.0435,
     "long": -0.0367,
     # Scores of which no operand has rows of whole lines: of 24 below 16 us it took 1.17 of what was told without, of 30
-    # above 20 us 0.99 (medians).
+    # above 20 us 0.99 (medians); of five from 15 to 18 us 0.97 of what was told as if the two met at 16 us, not at 12.
     "off_lines": 0.1,
     "padded_short": -0.2,  # of 7 decoding values of 197 positions XLA took 0.6 to 1.0 of what was told without
     "walked": 0.18,  # 14 more of attention, in an order of memory of their own: experiments/strided-h200.json
@@ -228,14 +228,35 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
         "divides": _within(few) * divides,
         "whole": _within(math.log2(p.k / _tiles(p)) - 3.5) * (1 - divides),
         "pitch": pitch,
-        "off_lines": (pitch == 2 and not copied) * max(-1.0, min(1.0, math.log2(16 / ours))),
+        "off_lines": (pitch == 2 and not copied) * max(-1.0, min(1.0, math.log2(12 / ours))),
         "long": math.log2(ours),
         "padded_short": (len(copied) > 0) * max(0.0, math.log2(512 / p.k)),
         "walked": len(copied) > 0 and p.strided,
     }
     weights = PLAIN if p.batch_size == 1 else BATCHED
     fitted_us = ours * math.exp(sum(weight * true[name] for name, weight in weights.items()))
+    if p.batch_size > 1 and not odd:
+        fitted_us = min(fitted_us, _moving_us(p, bool(copied), byte_us))
     return max(fitted_us, passing_us(p, READ_SHARE, WRITE_SHARE)) + _transposes_us(p, device)
+
+
+# Batched products that do little but read or write (sweeps/auto-again-h200.json). Where decoding has rows that are no
+# multiples of 16 bytes Triton's kernel takes 5 ns for each of k, or the time of its bytes: of eleven with 1500 of k it
+# took 0.95 to 1.12 of both together, but for one of 64 columns, 0.78. Scores of one block of k cuBLAS writes at 0.87 of
+# the rate of a copy (seven at 0.84 to 0.9).
+LAUNCH_US, _US_OF_K, _FEW, _ONE_BLOCK, _STORE_SHARE = 2.0, 0.005, 16, 64, 0.87
+
+
+def _moving_us(p: Problem, copied: bool, byte_us: float) -> float:
+    """Returns the time of XLA's batched product at the rate at which it moves bytes; infinite where that is unknown.
+
+    Triton copies what it reads ahead by 4 bytes at least, so rows that are odd take longer.
+    """
+    if copied and 1 < p.m <= _FEW and p.k % 2 == 0:
+        return math.hypot(LAUNCH_US + _US_OF_K * p.k, byte_us)
+    if not copied and p.k <= _ONE_BLOCK:
+        return LAUNCH_US + passing_us(p, READ_SHARE, _STORE_SHARE)
+    return math.inf
 
 
 def _within(x: float) -> float:
@@ -280,10 +301,14 @@ _LEAST_WEIGHTS = 1 << 16  # elements: of the smallest products of few rows that 
 def _few_rows_us(p: Problem, device: Device) -> float:
     """Returns the time of XLA's product of up to 64 rows: of the bytes, of dividing k, and of rows that are multiplied.
 
-    Fitted to 125 products of salts report12 to report20; off by 8%, and 2% less: a kernel as fast gains nothing.
+    Fitted to 125 products of salts report12 to report20; off by 8%, and 2% less: a kernel as fast gains nothing. Tiles,
+    and parts of k, are powers of two: of 22 products whose n and k are such, too, XLA took 0.93 of what it took of
+    others (medians of what was told without).
     """
     byte_us = 1e6 * p.bytes / device.bytes_per_second
-    return 1.99 + (0.902 + 1.6e-3 * p.m) * byte_us + (2.32 + 0.043 * p.m) * byte_us / (byte_us + 0.37)
+    even = p.m > 1 and not p.n & (p.n - 1) and not p.k & (p.k - 1)  # one row is no product of Triton's
+    fitted_us = 1.99 + (0.902 + 1.6e-3 * p.m) * byte_us + (2.32 + 0.043 * p.m) * byte_us / (byte_us + 0.37)
+    return 0.98 * fitted_us if even else fitted_us
 
 
 # XLA's products of float32 and of 8 bits: how long they multiply, in units of those by TF32 at the device's rate, and

@@ -56,7 +56,7 @@ def test_kernels_take_what_xla_has_to_transpose():
 
 
 @pytest.mark.parametrize("equation", ["iqrs,qj->ijrs", "qj,iqrs->ijrs"])
-@pytest.mark.parametrize(("columns", "dtype", "taken"), [(32, F, True), (160, F, False), (32, H, False)])
+@pytest.mark.parametrize(("columns", "dtype", "taken"), [(32, F, True), (160, F, False), (16, H, True), (32, H, False)])
 def test_xla_multiplies_few_columns_along_a_middle_axis(equation, columns, dtype, taken):
     sizes = dict.fromkeys("iqrs", 112) | {"j": columns}
     lhs, rhs = equation.split("->")[0].split(",")
@@ -64,6 +64,12 @@ def test_xla_multiplies_few_columns_along_a_middle_axis(equation, columns, dtype
     assert ((plan, backend) == (plans[-1], "xla")) == taken
     assert plans[-1].layout[0] == "t"
     assert plans[-1].a.shape == (112, 112**3)  # the larger operand's are the rows, whichever it is
+
+
+def test_xla_mixes_heads_of_attention_in_one_kernel():
+    """By strides our kernel took 262 us, XLA's own contraction 484, the plan of one matrix by XLA 155."""
+    plans, found = fastest("bhqk,hg->bgqk", ((8, 16, 1024, 1024), (16, 16)), H)
+    assert found == (plans[-1], "xla")
 
 
 def test_measured_times_go_before_predicted_ones(tmp_path):
