@@ -228,9 +228,9 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
         "divides": _within(few) * divides,
         "whole": _within(math.log2(p.k / _tiles(p)) - 3.5) * (1 - divides),
         "pitch": pitch,
-        "off_lines": (pitch == 2 and not copied) * max(-1.0, min(1.0, math.log2(12 / ours))),
+        "off_lines": (pitch == 2 and not copied and not p.strided) * max(-1.0, min(1.0, math.log2(12 / ours))),
         "long": math.log2(ours),
-        "padded_short": (len(copied) > 0) * max(0.0, math.log2(512 / p.k)),
+        "padded_short": (len(copied) > 0 and p.m <= _FEW) * max(0.0, math.log2(512 / p.k)),
         "walked": len(copied) > 0 and p.strided,
     }
     weights = PLAIN if p.batch_size == 1 else BATCHED
