@@ -125,7 +125,7 @@ def _of(graph: Graph, i: int) -> Sums | None:
 
 
 def _factored(graph: Graph, eqn: Any, members: set[int]) -> tuple[Any, list[Factor]]:
-    """Returns what an equation adds up without factors that all rows share, and these: a sum less, or an equal one."""
+    """Returns the variable that an equation adds up, less factors that all rows share, and these."""
     (x,), rows, factors = eqn.invars, range(1, _end(eqn)), []
     while (i := graph.producer.get(x, -1)) in members and x not in graph.definition:
         of = graph.eqns[i]
