@@ -315,6 +315,8 @@ def test_a_tile_with_factors(narrow, wide, scale, fields, tmp_path):
         ("float4_e2m1fn", "nn", ("bfloat16", 32), {"bn": 8, "schedule": "warps", "stages": 8}),
         ("int8", "nn", None, {"bm": 64, "bn": 8, "schedule": "warps", "stages": 8, "cluster_k": 2}),
         ("int8", "nt", None, {"schedule": "sliced", "stages": 8, "groups": 8}),
+        ("int4", "nn", ("float32", 128), {"bn": 32, "schedule": "sliced", "stages": 6, "groups": 8}),
+        ("uint4", "nn", ("float32", 128), {"bn": 32, "schedule": "sliced", "stages": 6, "groups": 8, "zeros": True}),
     ],
     ids=str,
 )
@@ -337,6 +339,7 @@ def scaled_bytes(narrow="int4", products=1, groups=0, k_block=128, layout="nn"):
         (0, {"bn": 64, "stages": 4}),
         (8, {"bn": 32, "stages": 6}),
         (0, {"bm": 128, "bn": 32, "schedule": "pingpong"}),
+        (8, {"bm": 128, "bn": 32, "stages": 9, "schedule": "sliced"}),
     ],
     ids=str,
 )
@@ -362,7 +365,7 @@ def test_what_is_refused():
     assert "each has as many of its own" in why("int4", schedule="sliced", stages=5)
     assert 'schedule="warps" of 16 columns' in why("int4", bm=128, bn=16, schedule="warps", stages=4)
     assert "4 stages of 4 groups" in why("int8", bm=64, schedule="sliced", stages=4)
-    assert "decoding weights to 16 bits" in why("bfloat16", schedule="sliced", stages=4)
+    assert "decoding weights" in why("bfloat16", schedule="sliced", stages=4)
     in_place = problem_of("float8_e5m2", "nn", "float16", None, (16, 64, 64))  # ptxas serializes its wgmmas
     found = sm90.resolve(in_place, Config(64, 8, 64, 8, schedule="sliced", swap=True))
     assert isinstance(found, tuple)

@@ -129,6 +129,41 @@ def test_warpgroups_without_a_block_of_k_begin_the_epilogue(seed):
     np.testing.assert_array_equal(got, cases.in_groups(x, sizes, wide) + residual.astype(np.float32))
 
 
+# Slices that store tiles in turn: weights, and the config.
+TURNS = {
+    "four": ("int4", {"bm": 128, "bk": 128, "stages": 8}),
+    "three": ("int4", {"bm": 128, "bn": 24, "stages": 6}),
+    "three, wide": ("uint4", {"bm": 128, "bn": 32, "bk": 128, "stages": 6}),
+    "three, bytes": ("int8", {"bm": 128, "bn": 32, "stages": 6}),
+    "bytes": ("int8", {"bm": 64, "bn": 8, "stages": 8}),
+    "warps": ("uint4", {"bm": 128, "bn": 8, "stages": 8, "schedule": "warps"}),
+    "warps, pairs": ("int4", {"bm": 256, "bn": 8, "stages": 4, "schedule": "warps"}),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_slices_store_in_turn(name, seed):
+    """Tiles of groups one after the other on one SM, and rows of no group; each that stores awaits an operand."""
+    narrow, config = TURNS[name]
+    rng, sizes, (n, k) = np.random.default_rng(seed), (3, 0, 34, 20), (288, 576)
+    weights = Weights(narrow, scale="float32", group=64)
+    x, (w, wide) = cases.rows(rng, sizes, k, weights.wide), weights.drawn(rng, len(sizes), k, n)
+    residual = rng.integers(-2, 3, (len(x), n)).astype(jnp.bfloat16)
+
+    def added(x, w, residual, **how):
+        def epilogue(acc, r):
+            return acc + r.astype(acc.dtype)
+
+        return cutjax.grouped_gemm(x, w, np.array(sizes), epilogue=epilogue, operands=(residual,), **how)
+
+    config = SWAPPED | {"schedule": "sliced", "sms": 1} | config
+    got = run(added, x, w, residual, config=config, out_dtype=jnp.float32)
+    expected = cases.in_groups(x, sizes, wide)
+    expected[: sum(sizes)] += residual[: sum(sizes)].astype(np.float32)
+    np.testing.assert_array_equal(got, expected)
+
+
 WARPS = {"bm": 128, "bn": 8, "schedule": "warps", "stages": 8, "sms": 1}
 
 
@@ -177,6 +212,13 @@ BYTES = {
     "in a cluster along k": ("float4_e2m1fn", 128, False, {"cluster_k": 2}),
     "in turns": ("int4", 128, False, {"bm": 128, "schedule": "pingpong", "bn": 32}),
     "groups": ("int4", 768, True, {"cluster_m": 2}),
+    "shared k blocks": ("uint4", 128, False, {"bm": 128, "bn": 24, "stages": 6, "schedule": "sliced"}),
+    "shared k blocks, in turns": (
+        "int4",
+        128,
+        True,
+        {"bm": 128, "bn": 24, "stages": 6, "schedule": "sliced", "sms": 1},
+    ),
 }
 
 

@@ -76,7 +76,8 @@ class Sizes:
     @functools.cached_property
     def consumers(self) -> Any:
         """Warpgroups that multiply."""
-        return where(self.sliced, 4, 2 - (self.coop & (self.bm == 64)))
+        slices = where((self.by_warps == 0) & (self.bm == 128) & (self.bn > FEW_OF_SLICES), 3, 4)
+        return where(self.sliced, slices, 2 - (self.coop & (self.bm == 64)))
 
     @functools.cached_property
     def storers(self) -> Any:
@@ -87,6 +88,10 @@ class Sizes:
     def slice_groups(self) -> Any:
         """Warpgroups that multiply the same rows, of other k blocks."""
         return self.consumers // self.storers
+
+    def stagers(self, problem: Problem) -> Any:
+        """Returns the warpgroups that have staging buffers: where a block has many tiles, slices store them in turn."""
+        return where(self.sliced & (problem.divided == "n"), self.consumers, self.storers)
 
     @functools.cached_property
     def m_blocks(self) -> Any:
@@ -162,7 +167,8 @@ class Sizes:
 
         Where a thread has few sums, they are fewer than the elements, and those of one k have room beside all.
         """
-        few = self.accumulator_registers * problem.products <= where(self.sliced, 16, FEW)
+        of_slices = where(self.consumers == 3, MOST_OF_SLICES, FEW_OF_SLICES)
+        few = self.accumulator_registers * problem.products <= where(self.sliced, of_slices, FEW)
         return few & (operands.factors(problem) is not None)
 
     def chunk(self, b: Operand, products: int = 1) -> Any:
@@ -193,7 +199,8 @@ class Config(Sizes):
       cluster_m, cluster_n: CTAs of a cluster along m and n, which multicast what they share; their product is 1 or 2.
       schedule: "coop" (two warpgroups split each tile; one when bm is 64), "pingpong" (two warpgroups take
         whole tiles in turn, so that one's epilogue runs beside the other's mainloop), "sliced" (four warpgroups, each
-        with up to 128 rows of the tile and every second or fourth of its k blocks: of weights that are decoded) or
+        with up to 128 rows of the tile and every second or fourth of its k blocks: of weights that are decoded; three,
+        of 128 rows and more than 16 columns) or
         "warps" (the same by mma.sync, whose warps do not wait for each other: of 8 columns).
       raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
         columns, walked row by row.
@@ -411,3 +418,4 @@ def _digest(epilogue: Epilogue) -> str:
 MAX_ACCUMULATORS = 192
 MOST_BY_WARPS = 8  # columns of a tile: of 16, and of 24 and 32 by two warpgroups, they were no faster than wgmma
 FEW = 64  # columns of a tile, beside which a warpgroup of 128 rows decodes twice as much at once
+FEW_OF_SLICES, MOST_OF_SLICES = 16, 32  # columns of a tile whose k blocks four warpgroups share, and three

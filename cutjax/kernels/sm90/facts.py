@@ -20,7 +20,7 @@ from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import decode, operands, prologue, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
-from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Sizes, Sums
+from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, MOST_OF_SLICES, Sizes, Sums
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
 
 ARCH = "sm_90a"
@@ -91,6 +91,8 @@ class Facts:
             zeros = problem.groups is not None and problem.a.scale is not None and problem.a.scale.zero is not None
             # Beside more, wgmmas would wait, or some registers spill.
             of_slices = where(config.by_warps, 16, 8 if zeros else 16)
+            of_three = MOST_OF_SLICES * (1 + bool(self.way.each))  # sums that are promoted are as many
+            of_slices = where(config.consumers == 3, of_three, of_slices)
             of_slices = where((config.bm == 256) & (problem.a.bits == 8), 0, of_slices)
             return where(config.sliced, of_slices, most)
         if problem.a.gathered:
@@ -310,7 +312,7 @@ def footprint(facts: Facts, config: Sizes) -> Footprint:
         + decode.factor_bytes(config, problem)
         + problem.bs[0].bytes(loaded * depth),
         buffer_bytes=buffer_bytes,
-        staging_bytes=config.storers * (buffer_bytes + (8 if staging.operands else 0)),
+        staging_bytes=config.stagers(problem) * (buffer_bytes + (8 if staging.operands else 0)),
         whole_result=config.m_blocks * config.epilogue_columns // chunk,
         most=problem.device.shared_bytes,
         half=where(two, problem.device.shared_bytes_per_sm // 2 - 1024, 0),

@@ -11,7 +11,7 @@ from cutjax.kernels import sums
 from cutjax.kernels.columns import minimum, some, where
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, prologue, windows
-from cutjax.kernels.sm90.config import MOST_BY_WARPS, Config, Sizes
+from cutjax.kernels.sm90.config import FEW_OF_SLICES, MOST_BY_WARPS, Config, Sizes
 from cutjax.kernels.sm90.facts import Facts, Footprint
 from cutjax.kernels.sm90.phases import Phases
 from cutjax.kernels.sm90.resolved import cluster_tile
@@ -89,8 +89,15 @@ def checks(
         )
     if some(config.sliced):
         yield (
-            config.sliced & (not operands.in_halves(problem.a, problem.bs[0])),
-            lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
+            config.sliced & (not operands.decoded(problem.a, problem.bs[0])),
+            lambda: 'schedule="sliced": it hides the latencies of decoding weights',
+        )
+        yield (
+            config.sliced & (config.consumers == 4) & operands.in_bytes(problem.a, problem.bs[0]),
+            lambda: (
+                f'schedule="{config.schedule}" of {config.bm}x{config.bn} beside float8: three warpgroups have the '
+                f"registers, of 128 rows and more than {FEW_OF_SLICES} columns"
+            ),
         )
         in_place = (problem.a.dtype.name, problem.bs[0].dtype.name) == ("float8_e5m2", "float16")
         yield (

@@ -16,9 +16,10 @@ from cutjax.kernels.sums import summands
 from cutjax.kernels.wgmma import wgmma
 from cutjax.runtime import sources
 
-# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, and p + 4 c fit 5 of 96. A
-# producer that copies scales has their addresses, one that copies rows indices and addresses of 16 of them.
-REGISTERS, OF_SLICES, OF_SCALES, OF_ROWS = (40, 232), (32, 112), (56, 224), (72, 216)
+# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, p + 3 c 4 of 128, and p + 4 c 5 of
+# 96. A producer that copies scales has their addresses, one that copies rows indices and addresses of 16 of them.
+REGISTERS, OF_SCALES, OF_ROWS = (40, 232), (56, 224), (72, 216)
+OF_SLICES, OF_SCALED_SLICES = {3: (32, 160), 4: (32, 112)}, (56, 152)
 # Accumulators beside which threads stage pairs of 4 bytes element by element, in an order in which all banks are served
 # at once; as pairs, those of two rows meet in a bank. More leave too few registers for its addresses. -1: never.
 TURNS_BESIDE = 128
@@ -34,7 +35,9 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     decoded = operands.decoded(problem.a, problem.bs[0])
     parts, scaled = kernel.sums, scales.scaled(problem)
     each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
-    producer, consumer = OF_SLICES if config.sliced else OF_SCALES if scaled else REGISTERS
+    producer, consumer = OF_SCALES if scaled else REGISTERS
+    if config.sliced:
+        producer, consumer = OF_SCALED_SLICES if scaled else OF_SLICES[config.consumers]
     if problem.a.gathered:
         producer, consumer = OF_ROWS
     # Of other epilogues the text is the same whatever the sizes are, so that a kernel is compiled once.

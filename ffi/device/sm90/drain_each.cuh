@@ -2,9 +2,10 @@
 
 // One warpgroup: accumulators, over all k blocks, the sums of each of which are promoted. They are made in parts, of 64
 // rows and PART_COLUMNS, one after the other. With two SUM_BUFFERS a part is added while the next is multiplied; with
-// one, while another warpgroup multiplies, and tiles may be larger.
+// one, while another warpgroup multiplies, and tiles may be larger. Of slices (sliced.cuh) each has k blocks of its
+// own.
 template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
-DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pipeline& pipe, SharedTiles shared,
+DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pipeline& all, SharedTiles shared,
                        int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   constexpr int PARTS = BLOCKS * COLUMN_PARTS, BUFFERS = PARTS < SUM_BUFFERS ? PARTS : SUM_BUFFERS;
   constexpr int SLICES_OF_STAGE = BK * B_BITS / 256;
@@ -14,6 +15,9 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
+  Pipeline pipe = all;
+  int first = first_slice(slice_group(), all.stage), count = begin_slices(pipe, all, first, work.k_blocks);
+  if (SLICED > 1 && count == 0) begun();
   StageOfA a(row, thread);
   auto issue = [&](auto part) {
     constexpr int PART = decltype(part)::value, BLOCK = PART / COLUMN_PARTS;
@@ -52,7 +56,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
         if constexpr (RAGGED_K) clear_block(shared, pipe.stage, row, work, k + STEP / PARTS, thread, barrier);
         if constexpr (COPIERS > 0) fence_proxy_async();
       }
-      bool last = STEP == STEPS - 1 && k + decltype(blocks)::value == work.k_blocks;
+      bool last = STEP == STEPS - 1 && k + decltype(blocks)::value == count;
       if constexpr (STEP >= BUFFERS - 1) {
         Constant<(STEP + 1 - BUFFERS) % PARTS> done;
         int stage = BUFFERS == 1 || PART > 0 ? pipe.stage : before;
@@ -66,7 +70,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
       }
       if constexpr (PART == PARTS - 1) {
         before = pipe.stage;
-        pipe.advance();
+        pipe.advance_by<SLICED>();
       }
     });
     if constexpr (BUFFERS == 2) {
@@ -79,8 +83,9 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
   int k = 0;
   if constexpr (BUFFERS == 2)
 #pragma unroll 1
-    for (; k + GROUP <= work.k_blocks; k += GROUP) run(Constant<GROUP>(), k);
+    for (; k + GROUP <= count; k += GROUP) run(Constant<GROUP>(), k);
 #pragma unroll 1
-  for (; k < work.k_blocks; ++k) run(Constant<1>(), k);
-  StageOfA::finish(accumulators);
+  for (; k < count; ++k) run(Constant<1>(), k);
+  if constexpr (SLICED == 1) all = pipe;
+  if (add_slices(accumulators, shared, all, first)) StageOfA::finish(accumulators);
 }

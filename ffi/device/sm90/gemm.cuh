@@ -4,7 +4,7 @@
 //
 // One producer warpgroup (producer.cuh: one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
 //   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
-//   sliced:      the same of two pairs of consumers, or four, each of which takes other k blocks (sliced.cuh).
+//   sliced:      the same of two pairs of consumers, or three or four, each of which takes other k blocks (sliced.cuh).
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
 // A cluster takes work items in turns, or as it comes to them: turns.cuh, counter.cuh.
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   SharedTiles shared{pinned(shared_address(shared_memory))};
   u32 staging = shared.base + STAGES * STAGE_BYTES;
   u32 barriers = shared.slot(STAGES, Promotion::BYTES), operand_barriers = barriers + STAGES * 16;
-  u32 items_base = operand_barriers + (EXTRAS_BYTES > 0 ? STORERS * STORE_BUFFERS * 8 : 0);
+  u32 items_base = operand_barriers + (EXTRAS_BYTES > 0 ? STAGERS * STORE_BUFFERS * 8 : 0);
   Pipeline pipe{barriers, barriers + STAGES * 8, 0, 0};
 
   int warpgroup = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER * RELEASING_WARPS);
     }
     if constexpr (EXTRAS_BYTES > 0)
-      for (int buffer = 0; buffer < STORERS * STORE_BUFFERS; ++buffer) mbarrier_init(operand_barriers + buffer * 8, 1);
+      for (int buffer = 0; buffer < STAGERS * STORE_BUFFERS; ++buffer) mbarrier_init(operand_barriers + buffer * 8, 1);
     Items::init(items_base);
     fence_mbarrier_init();
   }
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     int first_row = PING_PONG ? 0 : consumer % STORERS * ROWS_PER_CONSUMER;
     Items items(items_base, rank, step ITEMS_ARGUMENTS);
     int turn = 0;
-    if (SLICED > 1 && consumer < STORERS) bar_arrive(SUMS_BARRIER + 1, CONSUMERS * 128);
+    if (SLICED > 1 && stores_tile(consumer / STORERS, SLICED - 1)) sums_are_read(0);
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
       if (consumer == 1) bar_arrive(TURN_BARRIER, 256);
@@ -130,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       bool none = (RAGGED_M || RAGGED_N) && (work.k_blocks == 0 || (RAGGED_M ? rows : work.columns) <= 0);
       if (!none) changes.begin(work, first_row, thread);
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
-      bool stores = (CLUSTER_K == 1 || rank < OWNERS) && consumer < STORERS;
+      bool last = stores_tile(consumer / STORERS, pipe.tiles);  // takes the sums of all slices
+      bool stores = (CLUSTER_K == 1 || rank < OWNERS) && last;
       int column = work.n + (CLUSTER_K > 1 ? rank * EPILOGUE_COLUMNS : 0);
       auto begin = [&] { epilogue.begin(extras, work.m + first_row, column, work.rows - first_row, i); };
       auto begun = [&] {
@@ -159,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
                         begun, issued);
       }
       if constexpr (PING_PONG && EVEN_DEPTH) pipe.advance(k_blocks);
-      if (SLICED > 1 && consumer >= STORERS) {
+      if (SLICED > 1 && !last) {
         if constexpr (CLUSTER_K == 1) continue;
         share_nothing();
         break;

@@ -75,6 +75,6 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
   for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
   if (SLICED == 1 || count > 0) release(previous, thread);
   if constexpr (SLICED == 1) all = pipe;
-  bool whole = add_slices(sums, shared, first);
+  bool whole = add_slices(sums, shared, all, first);
   if (!A_K_MAJOR && whole) put_in_order(sums);
 }

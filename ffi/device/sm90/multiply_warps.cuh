@@ -99,6 +99,6 @@ DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles sh
   }
   issued();
   if constexpr (SLICED == 1) all = pipe;
-  bool whole = add_slices(sums, shared, first);
+  bool whole = add_slices(sums, shared, all, first);
   if (!A_K_MAJOR && whole) put_in_order(sums);
 }

@@ -19,22 +19,33 @@ DEVICE int begin_slices(Pipeline& pipe, Pipeline& all, int first, int k_blocks) 
   return max(0, (k_blocks - first + SLICED - 1) / SLICED);
 }
 
+// True if a group stores the `tile`-th tile of this block. A vote, which the compiler takes to be uniform.
+DEVICE bool stores_tile(int group, int tile) { return ROTATES ? __all_sync(~0u, group == tile % SLICED) : group == 0; }
+
+// Of those who read sums before others write more: where slices store in turn, the next one to store writes none.
+constexpr int READ_THREADS = (CONSUMERS - (ROTATES ? STORERS : 0)) * 128;
+
+// One warpgroup, whose tile's sums have been read, or that has none yet.
+DEVICE void sums_are_read(int tiles) { bar_arrive(READ_BARRIER + (ROTATES ? tiles % 2 : 0), READ_THREADS); }
+
 // True where sums are those of all groups now: in the group that stores them. This one's first block is `first`.
-DEVICE bool add_slices(Accumulators& sums, SharedTiles shared, int first) {
+DEVICE bool add_slices(Accumulators& sums, SharedTiles shared, Pipeline& pipe, int first) {
   if constexpr (SLICED > 1) {
     constexpr int QUADS = PRODUCTS * BN / 8, ALL = CONSUMERS * 128, PITCH = STORERS * 128 * 16;
     u32 own = (threadIdx.x - 128) % (STORERS * 128) * 16;
-    if (slice_group() > 0) {
-      bar_sync(SUMS_BARRIER + 1, ALL);  // those of the tile before have been read
+    int tile = pipe.tiles++, parity = ROTATES ? tile % 2 : 0;
+    if (!stores_tile(slice_group(), tile)) {
+      // Those of the tile before have been read: the group that did so knows.
+      if (!ROTATES || !stores_tile(slice_group(), tile + SLICED - 1)) bar_sync(READ_BARRIER + parity, READ_THREADS);
 #pragma unroll
       for (int i = 0; i < M_BLOCKS * QUADS; ++i) {
         const Acc* x = &sums[i / QUADS][i % QUADS * 4];
         st_shared_v4(shared.sums(first) + own + i * PITCH, word_of(x[0]), word_of(x[1]), word_of(x[2]), word_of(x[3]));
       }
-      bar_arrive(SUMS_BARRIER, ALL);
+      bar_arrive(SUMS_BARRIER + parity, ALL);
       return false;
     }
-    bar_sync(SUMS_BARRIER, ALL);
+    bar_sync(SUMS_BARRIER + parity, ALL);
 #pragma unroll
     for (int i = 0; i < M_BLOCKS * QUADS; ++i) {
       Acc of[4], *x = &sums[i / QUADS][i % QUADS * 4];
@@ -51,7 +62,7 @@ DEVICE bool add_slices(Accumulators& sums, SharedTiles shared, int first) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[j] = of[j];
     }
-    bar_arrive(SUMS_BARRIER + 1, ALL);
+    sums_are_read(tile + 1);
   }
   return true;
 }

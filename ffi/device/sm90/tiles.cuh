@@ -16,14 +16,17 @@ constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
 // Consumers in groups of so many that multiply all rows: each of SLICED groups takes every so-manieth k block.
 constexpr int SLICED = PING_PONG ? 1 : CONSUMERS / CONSUMERS_PER_TILE;
 constexpr int STORERS = CONSUMERS / SLICED;
+// Slices store tiles in turn where a block has many, so that an epilogue runs beside the others' mainloop.
+constexpr bool ROTATES = SLICED > 1 && RAGGED_N;
+constexpr int STAGERS = ROTATES ? CONSUMERS : STORERS;  // that have staging buffers
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 
 // Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
 // (ping-pong), that it is over (CLUSTER_K), or that all consumers have cleared their part of a stage (RAGGED_K); then
-// that sums of others lie there, and have been read (SLICED).
+// that sums of others lie there, and have been read (SLICED), of even and of odd tiles.
 constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
-constexpr int SUMS_BARRIER = TURN_BARRIER + 2;
+constexpr int SUMS_BARRIER = TURN_BARRIER + 2, READ_BARRIER = SUMS_BARRIER + 2;
 
 // Of a warpgroup.
 using Accumulators = Acc[M_BLOCKS][PRODUCTS * BN / 2];
@@ -38,6 +41,7 @@ struct Pipeline {
   u32 phase;
   int filled_a = 0, filled_b = 0;  // how many stages in a row, by the producer, with the rows of a from m on, and of b
   int m = -1, n = -1;
+  int tiles = 0;  // that were multiplied, by a consumer that shares their k blocks
 
   DEVICE u32 full_barrier() const { return full + stage * 8; }
   DEVICE u32 empty_barrier() const { return empty_barrier(stage); }
@@ -115,7 +119,7 @@ struct SharedTiles {
   // Behind the staging buffers, which are aligned: where consumers are sliced, the sums of each group that does not
   // store, 16 bytes of each thread beside each other.
   DEVICE u32 sums(int slice) const {
-    return base + STAGES * STAGE_BYTES + STORERS * STORE_BUFFERS * D_BUFFER_BYTES + slice * SUMS_BYTES;
+    return base + STAGES * STAGE_BYTES + STAGERS * STORE_BUFFERS * D_BUFFER_BYTES + slice * SUMS_BYTES;
   }
 
   // What else of so many bytes a stage has.
