@@ -30,6 +30,7 @@ from cutjax.primitives import product as products
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.groups import in_some_group
+from cutjax.primitives.hints import NO_HINTS
 from cutjax.primitives.product import Folded, Product
 from cutjax.primitives.product_rules import define_product
 from cutjax.primitives.quantization import quantize_p
@@ -41,6 +42,10 @@ ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"  # what 
 Roles = tuple[str, str]
 # Of a copy's bandwidth, what XLA's passes reach that quantize; they read twice: for the scales, then for the values.
 PASS_BANDWIDTH = 0.7
+# What XLA's time may be of that of a kernel whose results have scales of rows and columns, as they are predicted: 8192
+# cubed took 835 us and XLA 888, predicted equal, 4096 x 7168 x 16384 720 and 730, predicted 760 and 733; and XLA's
+# compilation of a step of many such products took minutes (docs/performance.md).
+ROWS_LEAD = 0.93
 # Measured times over predicted ones of float8 kernels on an H200, of which the model is fitted to the best within this.
 SLOWER = 1.12
 
@@ -101,6 +106,9 @@ class Float8(Wrapped):
         scales = scales.of_results() if of_results else scales
         found, given = scales.factored(inner, a.values, [b.values for b in bs], factors.context)
         values, params = found.multiplied(a.values.dtype), {**params, "in_place": (), "config": None}
+        if self.recipe.name == "row":
+            hints = params.get("hints", NO_HINTS)
+            params["hints"] = dataclasses.replace(hints, lead=min(hints.lead, ROWS_LEAD))
         if epilogue.plain:
             (out,) = epilogue.outputs
             before, taken, dtype = scales.before(None, (), values, np.dtype(out.dtype))
