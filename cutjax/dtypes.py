@@ -73,6 +73,11 @@ def are_narrow(a: Any, b: Any) -> bool:
     return a.name in ("bfloat16", "float16") and b.name in NARROW
 
 
+def decodes(a: Any, b: Any) -> bool:
+    """True if kernels may decode elements in b in front of multiplying them by those in a, which have more bits."""
+    return are_narrow(a, b) or (a.name in FLOAT8 and bits_of(b) == 4)
+
+
 @functools.cache
 def are_alike(a: Any, b: Any) -> bool:
     """True if kernels multiply elements of two dtypes as they are: of one, or of both kinds of float8."""

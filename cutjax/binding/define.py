@@ -43,7 +43,8 @@ def define(
       batch: ``(args, dims, **params) -> (result(s), dim(s))``.
       choose: ``(*avals, target, **params) -> Choice``, the kernel for CUDA, or why there is none. An operation
         without is its reference on every platform: a composition of others.
-      apart: ``(**params) -> bool``, whether the reference is a composition of others, so that no kernel is required.
+      apart: ``(*avals, **params) -> bool``, whether the reference is a composition of others, so that no kernel is
+        required.
       required: whether it is an error that no kernel serves under the backend "cuda"; else XLA runs then.
       jvp: ``(primals, tangents, **params) -> (result(s), tangent(s))``.
       transpose: ``(cotangent(s), *args, **params) -> cotangents`` of an operation that is linear in some operands:

@@ -33,7 +33,7 @@ PARTITIONED = (
 choosers: dict[core.Primitive, Callable[..., Choice[Any, Any]]] = {}
 # The primitives that XLA runs where no kernel does, under the backend "cuda" too: what multiplies nothing.
 optional: set[core.Primitive] = set()
-# Of some primitives, (**params) -> bool: whether they are others in disguise where no kernel serves them.
+# Of some primitives, (*avals, **params) -> bool: whether they are others in disguise where no kernel serves them.
 apart: dict[core.Primitive, Callable[..., bool]] = {}
 # Called with a primitive, avals and params before a product's kernel is chosen, in programs of one device.
 before_choice: list[Callable[[core.Primitive, Sequence[Any], dict[str, Any]], None]] = []
@@ -87,7 +87,7 @@ def decide(
       several: whether a kernel here is one device's part of a program over several.
     """
     backend, config = params["backend"], params.get("config")
-    insists = backend == "cuda" and primitive not in optional and not is_apart(primitive, params)
+    insists = backend == "cuda" and primitive not in optional and not is_apart(primitive, avals, params)
     if platform != "cuda":
         if not insists:
             return Decision("XLA", f"platform {platform}")
@@ -113,9 +113,9 @@ def decide(
     return Decision(choice.kernel, why, choice)
 
 
-def is_apart(primitive: core.Primitive, params: dict[str, Any]) -> bool:
-    """True if a primitive with such parameters is others in disguise where no kernel serves it."""
-    return primitive in apart and apart[primitive](**params)
+def is_apart(primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any]) -> bool:
+    """True if a primitive of such arrays and parameters is others in disguise where no kernel serves it."""
+    return primitive in apart and apart[primitive](*avals, **params)
 
 
 def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -177,9 +177,9 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
 
 def _composed(eqn: Any, divided: bool) -> bool:
     """True if CUDA has no kernel for a product that is others in disguise then."""
-    if not lowering.is_apart(eqn.primitive, eqn.params):
-        return False
     avals = [x.aval for x in eqn.invars]
+    if not lowering.is_apart(eqn.primitive, avals, eqn.params):
+        return False
     return lowering.decide(eqn.primitive, avals, eqn.params, platform="cuda", divided=divided).runs == "XLA"
 
 

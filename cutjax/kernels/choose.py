@@ -19,7 +19,7 @@ from cutjax.kernels.families import concerned, config_of, fastest, ranked, resol
 from cutjax.kernels.family import Kernel
 from cutjax.kernels.prepared import applied, converted_us, moved_us, passing_us, wide, widened
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sums import alone
+from cutjax.kernels.sums import alone, summands
 from cutjax.runtime import choice
 from cutjax.runtime.launch import Call
 
@@ -264,7 +264,8 @@ def _choose(
     if found := fastest(problem, unmeasured=not lead):
         kernel, time_us, count = found
         time_us = max(time_us, _least_us(problem) if kernel.family == xla.OURS else 0.0)
-        one_by_one = bool(alone(problem))  # products of which each has a kernel, too
+        # Products of which each has a kernel, too. Who asks for a kernel of several with an epilogue gets that.
+        one_by_one = bool(alone(problem)) and (lead > 0 or problem.epilogue.identities or len(summands(problem)) > 1)
         of_xla = xla.alone_us(problem, kernels=not lead) if one_by_one else xla.time_us(problem)
         if not leads(time_us + more_us, of_xla, lead or float(one_by_one)):
             more = f", and {more_us:.1f} us of transposes" if more_us else ""

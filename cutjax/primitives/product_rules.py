@@ -16,6 +16,7 @@ from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
 from cutjax.binding.rules import batch_axis, none_if_zero, with_rank, zero_tangent
 from cutjax.dot_precision import Canonical
+from cutjax.dtypes import decodes
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, Output, identity, normal
 from cutjax.epilogue.merge import merged
 from cutjax.kernels.choose import Choice, choose, in_parts, in_precision, unless_copied
@@ -92,13 +93,14 @@ def _reference(
 ) -> Sequence[jax.Array]:
     factors, operands = product.unpack(args, epilogue)
     epilogue = epilogue.primal
-    if _apart(product, epilogue):
-        shared: dict[str, Any] = {"precision": precision, "backend": backend, "hints": hints}
+    shared: dict[str, Any] = {"precision": precision, "backend": backend, "hints": hints}
+    if apart := _apart(*map(jax.typeof, args), product=product, epilogue=epilogue):
         if product.remade:
             made, factors = product.unmade(factors)
             return bind_as_is(made, epilogue, factors, operands, **shared)
         if product.further:
             return product.composed(epilogue, factors, operands, on_cuda=on_cuda, **shared)
+    if apart and epilogue.identities:
         full = product.tile(*map(jax.typeof, factors.arrays)).shape  # of each, whatever batch its own b has
         dtypes = (np.dtype(out.dtype) for out in epilogue.outputs)
         of_each = zip(factors.each, dtypes, strict=True)
@@ -108,23 +110,32 @@ def _reference(
         dtype = np.dtype(epilogue.outputs[0].dtype)
     else:
         dtype = product.written(epilogue.accumulator, product.multiplied(factors.a.dtype), on_cuda)
-    accs = [
-        product.reference(*arrays, out_dtype=dtype, precision=precision, on_cuda=on_cuda) for arrays in factors.each
-    ]
+    if apart:
+        accs = [multiply(product, *arrays, out_dtype=dtype, **shared) for arrays in factors.each]
+    else:
+        alone = functools.partial(product.reference, out_dtype=dtype, precision=precision, on_cuda=on_cuda)
+        accs = [alone(*arrays) for arrays in factors.each]
     if epilogue.plain:
         return accs
     arithmetic = Arithmetic(product.multiplied(factors.a.dtype), precision, backend)
     return product.applied(epilogue, factors.context, arithmetic).apply(accs, operands)
 
 
-def _apart(product: Product, epilogue: Epilogue, **_: Any) -> bool:
-    """True of what is other products where no kernel computes it: a sum, several as they are, and gathered rows."""
-    return product.remade or product.further or _several(product, epilogue)
+def _apart(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> bool:
+    """True of what is other products where no kernel computes it: a sum, several of them, and gathered rows."""
+    several = epilogue.products > 1 and (_several(product, epilogue) or _decodes(product, epilogue, avals))
+    return product.remade or product.further or several
 
 
 def _several(product: Product, epilogue: Epilogue) -> bool:
     """True of several products as they are."""
     return epilogue.products > 1 and epilogue.identities and product.sum_of(2) is not None
+
+
+def _decodes(product: Product, epilogue: Epilogue, avals: Sequence[Any]) -> bool:
+    """True of products of weights that kernels decode: of each by itself there is one where of all there is none."""
+    (b, *_) = product.unpack(avals, epilogue)[0].bs
+    return decodes(product.multiplied(avals[0].dtype), b.dtype)
 
 
 def _composed(*args: jax.Array, product: Product, epilogue: Epilogue, **params: Any) -> Sequence[jax.Array]:
