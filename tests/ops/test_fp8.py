@@ -48,6 +48,21 @@ def close(got, wanted, tolerance=2e-6):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+@pytest.mark.parametrize("sizes", [(8192, 14336, 4096), (2048, 1024, 28672), (16384, 2048, 28672)], ids=str)
+def test_xla_compiles_no_product_by_rows(sizes, device):
+    """Its autotuner takes minutes for those of a step, and XLA's product is not predicted to be much faster."""
+    m, n, k = sizes
+    x, w = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((m, k), (k, n)))
+
+    def loss(x, w):
+        return always("row")(x, w, DIMS).astype(jnp.float32).sum()
+
+    rows = cutjax.explain(jax.grad(loss, (0, 1)), device=device)(x, w).rows
+    assert len(rows) >= 2
+    assert all(row.runs.startswith("sm90_f8") for row in rows), rows
+
+
 @pytest.mark.parametrize("gradients", [E4M3, E5M2])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values_and_gradients(recipe, gradients):
