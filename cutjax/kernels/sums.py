@@ -37,14 +37,16 @@ def extent(problem: Problem, depth: Any) -> Any:
 def alone(problem: Problem) -> tuple[Problem, ...]:
     """Returns the plain products that a sum, or the products of one a by several b, can be made of; else none.
 
-    Of weights that are decoded an epilogue is a pass over all of them.
+    Of weights that are decoded an epilogue is a pass over all of them, whose sums take no more memory than the weights
+    would if they were dequantized.
     """
     acc, found = problem.accumulator, summands(problem)
     if len(found) > 1 and problem.products == 1:
         return tuple(dataclasses.replace(summand, epilogue=identity(problem.out_dtype, acc)) for summand in found)
     if problem.products > 1 and decodes(problem.a.dtype, problem.bs[0].dtype):
         one = dataclasses.replace(problem, bs=problem.bs[:1], epilogue=identity(acc, acc), in_place=())
-        return (one,) * problem.products
+        wide = problem.a.bytes(problem.matrices[1] * problem.n * problem.k)
+        return (one,) * problem.products if one.result_bytes <= wide else ()
     if problem.products == 1 or not problem.epilogue.identities:
         return ()
     dtypes = (np.dtype(out.dtype) for out in problem.epilogue.outputs)

@@ -133,9 +133,10 @@ def _several(product: Product, epilogue: Epilogue) -> bool:
 
 
 def _decodes(product: Product, epilogue: Epilogue, avals: Sequence[Any]) -> bool:
-    """True of products of weights that kernels decode: of each by itself there is one where of all there is none."""
-    (b, *_) = product.unpack(avals, epilogue)[0].bs
-    return decodes(product.multiplied(avals[0].dtype), b.dtype)
+    """True of products of weights that kernels decode, as ``kernels.sums.alone`` has them."""
+    factors, dtype = product.unpack(avals, epilogue)[0], product.multiplied(avals[0].dtype)
+    (b, *_), sums = factors.bs, product.tile(*factors.arrays)
+    return decodes(dtype, b.dtype) and sums.size * epilogue.accumulator.itemsize <= b.size * dtype.itemsize
 
 
 def _composed(*args: jax.Array, product: Product, epilogue: Epilogue, **params: Any) -> Sequence[jax.Array]:

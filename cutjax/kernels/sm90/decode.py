@@ -29,7 +29,8 @@ _NARROW = {
 # Of a scale's dtype: the file that multiplies by it, where it is not the dtype that is multiplied.
 _FACTORS = {"float32": "f32", "bfloat16": "other", "float16": "other", "float8_e8m0fnu": "e8m0"}
 _TMA_ALIGNED = 128  # bytes at which TMA writes
-TIMED = {4: 256, 8: 64}  # rows beside which several products of so many bits were timed
+TIMED = {4: 1024, 8: 2048}  # rows beside which several products of so many bits were timed
+TIMED_GROUPS = 256  # the same of an average group, of 4 bits
 TIMED_BATCHES = 64
 
 
@@ -163,9 +164,11 @@ def unmeasured(problem: Problem) -> str:
     if not decoded(problem.a, problem.bs[0]):
         return ""
     several, batch = problem.products > 1, math.prod(problem.batch) > 1
-    if several and (problem.groups or batch):
-        return "weights decoded of several products in groups or in a batch"
+    if several and (batch or (problem.groups and problem.a.bits == 8)):
+        return "weights decoded of several products in a batch, or of 8 bits in groups"
     if not (several or (batch and factors(problem))):
         return ""
     what, most = ("of several products", TIMED[problem.a.bits]) if several else ("in a batch", TIMED_BATCHES)
+    if problem.groups and several:
+        what, most = f"{what} in groups", TIMED_GROUPS * problem.groups_along("n")
     return f"weights decoded {what} beside more than {most} rows" if problem.n > most else ""
