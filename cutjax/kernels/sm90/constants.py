@@ -29,7 +29,7 @@ class Constants:
       rescale: microseconds of multiplying a sum of a thread by a factor.
       factor, factor_f32: what multiplying elements by scales adds to it, and doing so in float32.
       beside: the exponent with which two warpgroups' decoding and multiplying add up; those of one do.
-      sliced: the latter where four warpgroups decode, over what it takes where two do.
+      sliced, by_three: the latter where four warpgroups decode, or three, over what it takes where two do.
       warps: the same where warps multiply by themselves.
       promoted, reread: what adding up the sums of each k block apart adds to the time of wgmma, in place of a cluster's
         multicast, and doing so in parts that each read an operand again, where no scales hide it.
@@ -91,6 +91,7 @@ class Constants:
     factor_f32: float
     beside: float
     sliced: float
+    by_three: float
     warps: float
     promoted: float
     scaled: float
@@ -142,6 +143,7 @@ CONSTANTS = Constants(
     factor_f32=2.5,
     beside=1.105,
     sliced=0.8,  # of the same: by 0.7 one pick of ten took 1.24 times the fastest; of 8 bits .45 to .7 were equal
+    by_three=0.5,  # 3 dense products of experiments/gates-groups-h200.json, to 2%
     warps=0.6,  # of 15 kernels of experiments/decoded-again-h200.json: .81 to 1.11 of what they took
     promoted=0.428,  # this and reread: 21 float8 kernels of experiments/fp8-sliced-h200.json, to 12%
     scaled=0.085,  # 5 kernels ("new") of two products of experiments/fp8-scaled-h200.json, 2026-11-28, to 4%

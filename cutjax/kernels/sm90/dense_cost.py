@@ -55,6 +55,8 @@ class Features(NamedTuple):
       asked_for: how often each line of an operand is asked for, of both, unless shared memory keeps it.
       partial: how many parts of lines are asked for again, of rows of k that are shorter than one.
       items, in_flight: cluster tiles, and how many run at one time.
+      spread: the share of the tiles by which those of uneven groups are more, and of equal ones less, where few groups
+        have two.
       resident: blocks on an SM.
       multicasts: the cluster is one that multicasts.
       cluster, cluster_m, cluster_n, cluster_k, splits, stream: of the config.
@@ -75,7 +77,7 @@ class Features(NamedTuple):
       factors: by which elements are multiplied as they are decoded: 0 by none, or where they multiply sums, 1 by those
         of 16 bits, 2 by others, which are multiplied in float32.
       rescaled: sums of a thread that are multiplied by factors, in a k block.
-      sliced: four warpgroups decode, and share k blocks.
+      sliced, by_three: four warpgroups decode, and share k blocks; or three.
       by_warps: warps multiply by themselves.
       promoted, scaled: the sums of each k block are added up apart; times scales.
       by_column: each column of a tile has a scale of its own.
@@ -93,6 +95,7 @@ class Features(NamedTuple):
     asked_for: Any
     partial: Any
     items: Any
+    spread: Any
     in_flight: Any
     resident: Any
     multicasts: Any
@@ -126,6 +129,7 @@ class Features(NamedTuple):
     factors: Any
     rescaled: Any
     sliced: Any
+    by_three: Any
     by_warps: Any
     promoted: Any
     scaled: Any
@@ -140,6 +144,8 @@ class Features(NamedTuple):
     copies: Any
 
 
+# Of tiles with so many columns for each row of an average group few groups have two.
+OVER_AVERAGE = 1.25
 # How many times as long as by words of 4 bytes threads store results of 16 bits one by one: their rows are odd. Of five
 # products of report12-17.
 PAIRLESS = 1.6
@@ -198,8 +204,9 @@ def spread(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[Any]:
 def _of_both(kernel: Resolved, device: Device) -> dict[str, Any]:
     """Returns the features that depend on a config and on sizes."""
     c = kernel.config
-    items = kernel.rows * _columns(kernel) * (kernel.multiplied.batch_size * kernel.matrices) * c.splits
-    found = {"items": items, "k_blocks": ceil(kernel.k_blocks / c.parts), "splits": c.splits}
+    columns, spread = _columns(kernel)
+    items = kernel.rows * columns * (kernel.multiplied.batch_size * kernel.matrices) * c.splits
+    found = {"items": items, "spread": spread, "k_blocks": ceil(kernel.k_blocks / c.parts), "splits": c.splits}
     return found | {"asked_for": _asked_for(kernel, device), "partial": _partial(kernel)}
 
 
@@ -241,7 +248,8 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
         "steps": c.bk // 16 // c.slices(p) * of_a if decoded(p.a, b) else 0,
         "factors": decode.factor_kind(c, p),
         "rescaled": decode.rescaled(c, p),
-        "sliced": c.sliced & (c.by_warps == 0),
+        "sliced": c.sliced & (c.by_warps == 0) & (c.consumers == 4),
+        "by_three": c.sliced & (c.consumers == 3),
         "by_warps": c.by_warps,
         "promoted": kernel.way.each,
         "scaled": kernel.way.each and scales.scaled(p),
@@ -270,15 +278,16 @@ def _partial(kernel: Resolved) -> Any:
     return found
 
 
-def _columns(kernel: Resolved) -> Any:
-    """Returns the tiles along n; of groups those of all.
+def _columns(kernel: Resolved) -> tuple[Any, Any]:
+    """Returns the tiles along n, of groups those of all, and their `spread`.
 
     That is the mean of equal groups, and of uneven ones, whose last tile is half full.
     """
     if (groups := kernel.multiplied.groups_along("n")) == 1:
-        return kernel.columns
+        return kernel.columns, 0 * kernel.columns
     tiles = kernel.multiplied.n / groups / (kernel.config.bn * kernel.config.cluster_n)
-    return groups * (ceil(tiles) + maximum(1.0, tiles + 0.5)) / 2
+    equal, uneven = ceil(tiles), maximum(1.0, tiles + 0.5)
+    return groups * (equal + uneven) / 2, (uneven - equal) / (uneven + equal) * (tiles * OVER_AVERAGE <= 1)
 
 
 def _of_kernel(kernel: Resolved, device: Device) -> dict[str, Any]:
@@ -400,14 +409,13 @@ def costs(f: Features, c: Constants) -> Costs:
         c.multiply * flops * (1 + slower)
         + c.shared * operands / 225e3
         + c.k_block
-        + c.scaled * f.scaled
-        + c.by_column * f.by_column
+        + (c.scaled * f.scaled + c.by_column * f.by_column) / (1 + 5 * f.by_three)
     )
     if some(f.steps) or some(f.change):
         more = c.unpacked * (f.packed < 0.5) + c.factor * minimum(f.factors, 1) + c.factor_f32 * (f.factors > 1)
         fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + more)
         decode = c.step * f.steps + c.fragment * fragments + c.rescale * f.rescaled
-        decode = decode * (1 - (1 - c.sliced) * f.sliced - (1 - c.warps) * f.by_warps)
+        decode = decode * (1 - (1 - c.sliced) * f.sliced - (1 - c.by_three) * f.by_three - (1 - c.warps) * f.by_warps)
         decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
         power = 1 + (c.beside - 1) * f.halves
         multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
@@ -426,7 +434,8 @@ def costs(f: Features, c: Constants) -> Costs:
     waiting = mainloop + epilogue * (1 + (c.twin - 1) * (f.resident == 2))
     wave = f.pingpong * hidden + (1 - f.pingpong) * waiting
     waves = f.items / f.in_flight
-    in_turn = (ceil(waves) - 1) * wave + mainloop + epilogue
+    whole_waves = minimum(ceil(waves), (ceil(waves * (1 - f.spread)) + ceil(waves * (1 + f.spread))) / 2)
+    in_turn = (whole_waves - 1) * wave + mainloop + epilogue
     in_parts = waves * wave + epilogue + c.join + 8 * f.bm * f.bn / (c.joined * 1e3)
     others = (f.cluster_k - 1) / f.cluster_k * 4 * f.bm * f.bn  # bytes
     # Of decoded tiles a low one takes as long as a high one (experiments/decoded-sums-h200.json).

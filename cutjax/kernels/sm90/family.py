@@ -16,8 +16,8 @@ from cutjax.kernels.device import Device
 from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
-from cutjax.kernels.sm90 import kernel, operands, residual, windows
-from cutjax.kernels.sm90.config import MOST_BY_WARPS, Config, Configs, Some
+from cutjax.kernels.sm90 import dense_cost, kernel, operands, residual, windows
+from cutjax.kernels.sm90.config import FEW_OF_SLICES, MOST_BY_WARPS, MOST_OF_SLICES, Config, Configs, Some
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint, kind_of
 from cutjax.kernels.sm90.kernel import resolve
 from cutjax.kernels.sm90.phases import parts
@@ -54,6 +54,8 @@ SWAPPED_TILES = {
 }
 # Of weights that are decoded beside few rows, by four warpgroups. Beside 64 rows they took 1.4 times as long.
 SLICED_TILES = {("sliced", 64): (8, 16), ("sliced", 128): (8, 16), ("sliced", 256): (8, 16)}
+# Of those in 4 bits, by three, beside as many rows. Of 8 bits two took as long (experiments/gates-groups-h200.json).
+OF_THREE = 24, MOST_OF_SLICES
 # The same by mma.sync, of weights in 4 bits beside as few rows as a tile has: of 16, two tiles took 1.15 times as long.
 WARPS_TILES = {("warps", 128): (8,), ("warps", 256): (8,)}
 TILES_BY_NAME = {"plain": TILES, "symmetric": SYMMETRIC_TILES, "promoted": PROMOTED_TILES, "swapped": SWAPPED_TILES}
@@ -185,8 +187,9 @@ def _configs(facts: Facts, kind: Facts) -> Some:
     columns = 2 * average or problem.n
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
     few = tuple(sorted({*few, min(-(-3 * average // 16) * 8, 256)})) if few and average else few
-    warps = problem.a.bits == 4 and decoded and problem.n <= MOST_BY_WARPS
-    whole = _whole(name, swap, any_width, decoded, warps, problem.device.shared, few)
+    sliced = SLICED_TILES | _of_three(problem, average) if decoded else {}
+    warps = WARPS_TILES if decoded and problem.a.bits == 4 and problem.n <= MOST_BY_WARPS else {}
+    whole = _whole(name, swap, any_width, tuple((sliced | warps).items()), problem.device.shared, few)
     depth, k = _config().depth(problem), problem.k * len(facts.way.pairs)
     depths = _DEPTHS if facts.staging.operands else _DEPTHS[:3]
     k = next((x for x in depths if k <= x * depth), 2 * _DEPTHS[-1]) * depth
@@ -201,31 +204,52 @@ def _configs(facts: Facts, kind: Facts) -> Some:
     return Some(table, at, ways.splits[rows])
 
 
+def _of_three(problem: Problem, average: int) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Returns the tiles whose k blocks three warpgroups share, beside the narrower ones of their height.
+
+    Those beside float8 have run on a device in groups alone, and none in parts of k, or in a cluster.
+
+    Args:
+      problem: as it is multiplied.
+      average: rows of its groups; 0 where there are none.
+    """
+    if problem.a.bits != 4 or (operands.in_bytes(problem.a, problem.bs[0]) and not average):
+        return {}
+    few = average <= FEW_OF_SLICES // 2 if average else problem.n <= FEW_OF_SLICES
+    widths = tuple(bn for bn in OF_THREE if not few and (average * dense_cost.OVER_AVERAGE or problem.n) <= bn)
+    return {("sliced", 128): (*SLICED_TILES["sliced", 128], *widths)} if widths else {}
+
+
 @functools.lru_cache(maxsize=256)
 def _staged(whole: Configs, ways: _Ways | None, kind: Facts, k: int) -> Configs:
     """Returns configs as deep as suits a kind of problems, of which k says how many stages are the contraction."""
-    stages = _stages(kind, footprint(kind, whole), whole.depth(kind.problem), k)
+    # In groups and of symmetric ones those were measured with 8, but for warpgroups that share k blocks.
+    most = where(whole.sliced, 16, 8) if kind.problem.groups or kind.problem.symmetric else 16
+    stages = _stages(kind, footprint(kind, whole), whole.depth(kind.problem), k, most)
     stages = maximum(stages - stages % whole.slice_groups, 2 * whole.slice_groups)
     return ways.table.deep(stages[ways.of]) if ways else whole.deep(stages)
 
 
 @functools.lru_cache(maxsize=256)
 def _whole(
-    name: str, swap: bool, any_width: bool, decoded: bool, warps: bool, shared: bool, few: tuple[int, ...]
+    name: str, swap: bool, any_width: bool, decoding: tuple[Any, ...], shared: bool, few: tuple[int, ...]
 ) -> Configs:
-    """Returns the tiles of that name in clusters, of two stages, whose contraction is whole."""
-    rows, tiles = [], TILES_BY_NAME[name] | (SLICED_TILES if decoded else {}) | (WARPS_TILES if warps else {})
+    """Returns the tiles of that name in clusters, of two stages, whose contraction is whole, and those that decode."""
+    rows, tiles, decoded = [], TILES_BY_NAME[name] | dict(decoding), bool(decoding)
     for (schedule, bm), widths in tiles.items():
         # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
         # Of weights that are decoded, one warpgroup's at a time, it took 1.09 to 1.4 times as long wherever measured.
         if schedule == "pingpong" and (shared or decoded):
             continue
-        widths = [bn for bn in few if bn <= widths[-1]] if few else widths
+        shipped = widths if schedule in ("sliced", "warps") else range(widths[-1] + 1)
+        widths = [bn for bn in few if bn in shipped] if few else widths
         deep = DEEP_TILES.get((schedule, bm), ())
         if decoded:
             deep = [bn for bn in widths if bn <= DECODED_DEEP]
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, deep, CLUSTERS[:1])):
             for bn, cluster in itertools.product(bns, clusters):
+                if schedule == "sliced" and bn > FEW_OF_SLICES and cluster != (1, 1):
+                    continue  # none has run on a device
                 if not (swap and bn % 16 and (cluster[0] > 1 or not any_width)):
                     rows.append((bm, bn, bk, *cluster, schedule))
     return Configs.of(rows, swap)
@@ -303,7 +327,8 @@ def _divided(problem: Problem, whole: Configs, k_blocks: np.ndarray) -> tuple[_W
     streams = deep & (idle > LEAST_IDLE) & (waves > 0.3) & (k_blocks >= 16)
     # Of decoded weights parts through memory took 1.1 to 1.3 times as long as whole tiles, or clusters that share k.
     streams &= not (problem.groups or device.shared or operands.decoded(problem.a, problem.bs[0]))
-    parts = deep * (k_blocks // LEAST_K_BLOCKS)
+    whole_k = whole.sliced & (whole.consumers == 3)  # none has run on a device in parts
+    parts = deep * (whole_k == 0) * (k_blocks // LEAST_K_BLOCKS)
     most, least = np.minimum(parts, sms * 17 // 16 // tiles), 8
     if windows.view_of(problem):
         # Windows of weight gradients are many more than they have elements: every SM wants a part, and parts are small.
@@ -319,10 +344,9 @@ def _divided(problem: Problem, whole: Configs, k_blocks: np.ndarray) -> tuple[_W
     return ways, np.flatnonzero((above < ways.number) & (ways.number <= up_to) & (tiles[ways.tile] <= ways.clusters))
 
 
-def _stages(facts: Facts, tile: Footprint, bk: Any, k: int) -> Any:
+def _stages(facts: Facts, tile: Footprint, bk: Any, k: int, most: Any) -> Any:
     """As deep a pipeline as fits; shallower where k is so short that the result wants the memory more."""
     whole = maximum(2, tile.whole_result)
-    most = 8 if facts.problem.groups or facts.problem.symmetric else 16  # those were measured with 8
     deepest = maximum(2, minimum(tile.deepest(), most))  # where 2 do not fit, resolve says so
     stages = deepest
     if facts.staging.operands:
