@@ -156,6 +156,8 @@ class _Search:
             zero, inside = None, self._through(values, (_CONVERT, "reshape", "copy"))
             if (difference := self._maker(inside, "sub")) is not None:
                 values, zero = difference.invars
+                if is_literal(values):
+                    continue
                 inside = self._through(values, (_CONVERT, "reshape", "copy"))
             split = tuple(values.aval.shape)
             if inside.aval.dtype.name not in NARROW or inside is x:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from cutjax.binding import lowering
 from cutjax.binding.rules import any_divided, varying_axes
 from cutjax.epilogue.jaxpr import placed_anywhere
 from cutjax.epilogue.trace import trace
-from cutjax.fusion.jaxprs import Graph, byte_count, full_size, in_one_pass, is_literal
+from cutjax.fusion.jaxprs import MOVES, Graph, byte_count, full_size, in_one_pass, is_literal
 from cutjax.fusion.price import GAIN, pass_us
 from cutjax.fusion.tail import Tail, Tile, wide
 from cutjax.kernels import choose
@@ -30,21 +30,15 @@ from cutjax.kernels.staging import instructions
 from cutjax.primitives.row_sums import row_sums_p
 
 LEAST_BYTES = 4 << 20  # of what is read: less is in the cache, and a launch is much of it
-_MOST_SUMS = 4
+_MOST_SUMS = 6
 _MOST_EQUATIONS = 96
 # Of 40 sums (benchmarks/results/experiments/row-sums-h200.json), the share of a copy's bandwidth that XLA reaches at
 # best, and the microseconds beside: of each image, and over all images, of what takes so many instructions.
 _XLA_OF_EACH = ((7, 0.5, 10.0), (0, 0.5, 3.0))
 _XLA_OF_ALL = ((15, 0.385, 15.0), (7, 0.8, 8.0), (0, 1.0, 4.0))
 _ADDED = frozenset(["bfloat16", "float16", "float32"])  # in float32, whatever the dtype of the sum
+_COMPARISONS, _MOVED = frozenset(["eq", "ne", "lt", "le", "gt", "ge"]), MOVES | {"broadcast_in_dim"}
 _NOT_INSIDE = frozenset(["iota", "random_bits", "name"])
-
-
-class Factor(NamedTuple):
-    """A number, or a variable that lies along some axes of what it multiplies, none of them of rows."""
-
-    value: Any
-    axes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -57,7 +51,7 @@ class Sums:
       members: these, and all that make what they add up.
       leaves: the variables of full size that are read.
       inputs: all that are read, the leaves first.
-      added: of each reduction, the variable of full size that the kernel adds up, and by what its sum is multiplied.
+      added: of each reduction, the variable that the kernel adds up, and whether its sum has the other sign.
       made: the equation that takes their place, once it is built.
     """
 
@@ -67,7 +61,7 @@ class Sums:
     leaves: list[Any]
     inputs: list[Any]
     results: list[Any]
-    added: list[tuple[Any, list[Factor]]]
+    added: list[tuple[Any, bool]]
     made: Any = None
     products: tuple[int, ...] = ()
 
@@ -118,40 +112,49 @@ def _of(graph: Graph, i: int) -> Sums | None:
     if not cones:
         return None
     members, leaves, small = min(cones, key=lambda cone: sum(map(byte_count, cone[1])))
+    if any(_is_compared(graph, j, members) for j in members):
+        return None
     inputs = [*leaves, *small]
     if any_divided(*(y.aval for y in inputs)) or len({varying_axes(y.aval) for y in inputs}) > 1:
         return None
-    return Sums(form, [i], sorted({*members, i}), leaves, inputs, [out], [_factored(graph, eqn, members)])
+    return Sums(form, [i], sorted({*members, i}), leaves, inputs, [out], [_signed(graph, x, members)])
 
 
-def _factored(graph: Graph, eqn: Any, members: set[int]) -> tuple[Any, list[Factor]]:
-    """Returns the variable that an equation adds up, less factors that all rows share, and these."""
-    (x,), rows, factors = eqn.invars, range(1, _end(eqn)), []
+def _signed(graph: Graph, x: Any, members: set[int]) -> tuple[Any, bool]:
+    """Returns the variable that another is but for casts and its sign, and whether that is the other one.
+
+    Casts between floats change nothing, as in tails. Other factors stay inside: a sum without them may overflow.
+    """
+    negative = False
     while (i := graph.producer.get(x, -1)) in members and x not in graph.definition:
-        of = graph.eqns[i]
-        if of.primitive.name in ("neg", "convert_element_type") and of.invars[0].aval.dtype.name in _ADDED:
-            (x,) = of.invars  # casts between them change nothing, as in tails
-            factors += [Factor(-1.0)] * (of.primitive.name == "neg")
-            continue
-        pairs = [of.invars, of.invars[::-1]] if of.primitive.name == "mul" else []
-        found = [(f, y) for f, y in ((_shared(graph, z, rows, members), y) for z, y in pairs if not is_literal(y)) if f]
-        if not found:
+        eqn = graph.eqns[i]
+        if eqn.primitive.name not in ("neg", "convert_element_type") or eqn.invars[0].aval.dtype.name not in _ADDED:
             break
-        factor, x = found[0]
-        factors.append(factor)
-    return x, factors
+        negative ^= eqn.primitive.name == "neg"
+        (x,) = eqn.invars
+    return x, negative
 
 
-def _shared(graph: Graph, x: Any, rows: range, members: set[int]) -> Factor | None:
-    """Returns the factor that an argument is; None where it differs by row."""
-    if is_literal(x):
-        return Factor(float(x.val)) if not x.aval.shape else None
-    source, axes, i = x, range(x.aval.ndim), graph.producer.get(x, -1)
-    if i in members and x not in graph.definition and graph.eqns[i].primitive.name == "broadcast_in_dim":
-        (source, *_), axes = graph.eqns[i].invars, graph.eqns[i].params["broadcast_dimensions"]
-    if is_literal(source) or any(a in rows and n != 1 for a, n in zip(axes, source.aval.shape, strict=True)):
-        return None
-    return Factor(source, tuple(axes))
+def _is_compared(graph: Graph, i: int, members: set[int]) -> bool:
+    """True if an equation compares what the kernel computes with another value: of that XLA may have other bits.
+
+    A maximum, of which the places are counted, was made of rounded values, or by other instructions.
+    """
+    eqn = graph.eqns[i]
+    if eqn.primitive.name not in _COMPARISONS or any(map(is_literal, eqn.invars)):
+        return False
+    return any(not _is_read(graph, x, members) for x in eqn.invars)
+
+
+def _is_read(graph: Graph, x: Any, members: set[int]) -> bool:
+    """True if a variable is what the kernel reads, moved or widened."""
+    while (i := graph.producer.get(x, -1)) in members and x not in graph.definition:
+        eqn = graph.eqns[i]
+        widened = eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == np.float32
+        if not (widened or eqn.primitive.name in _MOVED) or is_literal(eqn.invars[0]):
+            return False
+        x = eqn.invars[0]
+    return True
 
 
 def _end(eqn: Any) -> int:
@@ -229,22 +232,19 @@ def function(graph: Graph, sums: Sums) -> Callable[..., list[Any]]:
         found = row_sums_p.bind(x, *traced.operands, expression=traced.epilogue, backend="auto")
         over_rows = dict(zip(each, traced.finish(found), strict=True))
         return [
-            _rest(over_rows[y], [(env.get(f.value, f.value), f.axes) for f in factors], eqn)
-            for (y, factors), eqn in zip(added, reductions, strict=True)
+            _rest(-over_rows[y] if negative else over_rows[y], eqn)
+            for (y, negative), eqn in zip(added, reductions, strict=True)
         ]
 
     return call
 
 
-def _rest(y: jax.Array, factors: list[tuple[Any, tuple[int, ...]]], eqn: Any) -> jax.Array:
-    """Returns the result of an equation that adds up, of its sums over rows and what multiplies them."""
+def _rest(y: jax.Array, eqn: Any) -> jax.Array:
+    """Returns the result of an equation that adds up, of its sums over rows."""
     (x,), (out,), axes = eqn.invars, eqn.outvars, set(eqn.params["axes"])
     shape = x.aval.shape
     left = [0, *range(_end(eqn), len(shape))]
     y = lax.reshape(y, [shape[axis] for axis in left])
-    for value, at in factors:
-        sizes = dict(zip(at, np.shape(value), strict=True))
-        y *= jnp.asarray(value, np.float32).reshape([sizes.get(axis, 1) for axis in left])
     y = jnp.sum(y, [k for k, axis in enumerate(left) if axis in axes])
     return lax.reshape(y.astype(out.aval.dtype), out.aval.shape)
 

@@ -86,6 +86,13 @@ def test_products_of_dequantized_weights(fn):
     assert dtype in (row.choice.problem.a.dtype.name, row.choice.problem.bs[0].dtype.name)
 
 
+def test_a_number_less_an_array_is_no_operand():
+    """As in the derivative of tanh: what is subtracted from has no dtype to decode."""
+    a = jnp.full((8, 8), 0.5)
+    for fn in (lambda a: ((1.0 - a) * a) @ a, lambda a: jax.jvp(lambda x: jnp.tanh(x @ x) @ x, (a,), (a,))[1]):
+        close(cutjax.fuse(fn, policy="always")(a), fn(a), 1e-5)
+
+
 def test_what_is_read_twice_stays():
     """Wide weights that something else reads too, and what only looks like a scale, are left to XLA."""
     q = cutjax.quantize(scaled(1, (K, N)), "int8", block=(-1, 1))

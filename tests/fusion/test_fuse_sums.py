@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from checks import close, scaled
 
@@ -98,18 +99,46 @@ def test_sums_of_the_same_arrays_are_one_kernel():
     assert len(sums(always(jax.grad(functools.partial(loss, layer_of_two_passes), 1)), *args)) > len(found) - 2
 
 
-def test_what_multiplies_all_rows_is_multiplied_afterwards():
-    """Sums that differ by such factors are one: of channels, of images, numbers, and signs."""
+def test_sums_that_differ_by_their_sign_are_one():
+    """And by casts. What multiplies all rows stays inside: sums without it overflow, or lose a NaN."""
     x, w = scaled(1, SHAPE, F32), scaled(2, (16, 16), F32)
 
-    def several(x, w, image, channel, pixel):
+    def several(x, w, channel):
         y = jax.lax.sort(x @ w)
-        terms = [y, -y * channel, 2.0 * (y * image[:, None, None, :]), y.astype(BF16).astype(F32)]
-        return [z.sum(axes) for z in terms for axes in ((1, 2), (0, 1, 2))], (y * pixel[:, None]).sum((1, 2)), x @ w
+        terms = [y, -y, y.astype(BF16).astype(F32), -y * channel]
+        return [z.sum(axes) for z in terms for axes in ((1, 2), (0, 1, 2))], x @ w
 
-    args = x, w, scaled(3, (4, 16), F32), scaled(4, (16,), F32), scaled(5, (5,), F32)
-    assert sums(always(several), *args) == [2]
-    close(always(several)(*args), several(*args), 2**-7)  # what is cast to 16 bits and back
+    channel = scaled(4, (16,), F32)
+    assert sums(always(several), x, w, channel) == [2]
+    close(always(several)(x, w, channel), several(x, w, channel), 2**-7)  # what is cast to 16 bits and back
+
+    def weighed(x, w, by):
+        return (jnp.sort(x) * by).sum((1, 2)), w @ w
+
+    for value, by in ((1e38, 1 / 30), (0.0, np.inf)):
+        args = jnp.full(SHAPE, value), w, jnp.full(16, by)
+        for f in (weighed, lambda x, w, _, by=by: weighed(x, w, by)):
+            np.testing.assert_array_equal(always(f)(*args)[0], f(*args)[0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_places_of_a_maximum_are_counted_as_it_was_made(dtype):
+    """Of what a program rounds, a kernel that does not would find none of them."""
+    x, w = scaled(3, (2, 6, 5, 16), dtype), scaled(2, (16, 16), dtype)
+
+    def pooled(x, w):
+        return (w @ w).sum().astype(F32) + jax.nn.silu(x * 1.5).max((1, 2)).astype(F32).sum()
+
+    close(always(jax.grad(pooled))(x, w).astype(F32), jax.grad(pooled)(x, w).astype(F32), 2**-6)
+
+    def counted(x, w):
+        y = jax.nn.silu(x)
+        most = y.max((1, 2), keepdims=True)
+        return w @ w, (y == most).astype(F32).sum((1, 2)), jnp.where(y >= most, 1.0, 0.0).sum((1, 2))
+
+    for got, want in zip(always(counted)(x, w)[1:], counted(x, w)[1:], strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert sums(always(lambda x, w: (w @ w, jnp.where(x == x.max((1, 2), keepdims=True), 1.0, 0.0).sum((1, 2)))), x, w)
 
 
 def test_derivatives_of_a_fused_program():
