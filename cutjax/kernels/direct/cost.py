@@ -22,10 +22,13 @@ REDUCED_BYTES = 32768  # of shared memory in which a block adds up a weight grad
 MOST_SUMS = 72  # of a thread of a weight gradient, about
 MOST_PRODUCTS = (800, 400)  # of a thread in one turn of its loop, which is unrolled: code that compiles in a second
 LATENCY_US, LAUNCH_US, SUM_US = 1.0, 2.0, 3.0
-SHARES_US = 4.0  # in which XLA adds up blocks' shares of reductions
-# How many times the instructions of an epilogue with operands as large as the result, and reductions, take where
-# images are spread: 27 kernels of four such gradients then took 0.58 to 1.3 of what is predicted, picks 0.95 to 1.2.
-SPREAD_SUMS = 2.0
+# In which XLA adds up blocks' shares of a reduction, and one block's: 57 of them, 80% within 0.82 to 1.21.
+SHARES_US, SHARE_US = 1.1, 0.0027
+# Of spread images, where an epilogue has operands as large as the result, and reductions. Clocks: of a block before its
+# first row, and for each weight that a thread puts into shared memory; of an instruction, which waits since few threads
+# have registers, and those that start it; of a warp's word of weights out of shared memory. Instructions beside those
+# of all kernels: of a row, and of a place that may be beyond its end. 22 kernels of 3 gradients took 0.86 to 1.12.
+BEGIN_CLOCKS, WEIGHT_CLOCKS, WAIT_CLOCKS, STARTED, WORD_CLOCKS, ROW, PLACE = 8800, 178, 1.22, 0.62, 0.55, 30, 20
 ISSUED = 0.75  # share of the instructions that an SM could start
 # The logarithm of what was measured over what these instructions and bytes take, as a sum over what is true of a
 # kernel: 97 kernels of 31 depthwise convolutions on an H200 (benchmarks/results, conv-tune-1 and conv-tune-2). "strip"
@@ -248,11 +251,24 @@ class Shape:
         return found + reasons.of_counters(counts)
 
 
-def shares_us(problem: Problem, parts: int, device: Device) -> float:
-    """Returns the predicted time of so many shares of each reduction, written and added up."""
-    found = reduced(problem.epilogue)
-    nbytes = 2 * parts * problem.n * problem.accumulator.itemsize * len(found)
-    return SHARES_US + 1e6 * nbytes / device.bytes_per_second if found else 0.0
+def shares_us(problem: Problem, parts: int) -> float:
+    """Returns the predicted time of so many shares of each reduction, which are added up one by one."""
+    return len(reduced(problem.epilogue)) * (SHARES_US + SHARE_US * parts)
+
+
+def _sums_us(shape: Shape, device: Device, row: float) -> float:
+    """Returns the predicted time of sums beside operands as large as results, given a row's instructions."""
+    c, g, flops = shape.config, shape.geometry, dict(device.flops)
+    clock = flops["float32"] / device.sms / 256
+    slower = flops["float32"] / flops["float64"] if shape.words > 1 else 1.0
+    blocks = min(c.blocks, -(-shape.blocks // device.sms))  # of an SM
+    waves, warps = -(-shape.blocks // (device.sms * blocks)), blocks * -(-shape.threads // 32)
+    taps = 0 if shape.in_registers else g.taps  # in shared memory
+    row += ROW + PLACE * c.strip * (not shape.whole_strips)
+    clocks = row * (WAIT_CLOCKS + STARTED * slower * warps / 4)
+    clocks += WORD_CLOCKS * warps * taps / g.rows.spread * c.pairs * shape.words
+    begin = BEGIN_CLOCKS + WEIGHT_CLOCKS * taps * c.pairs / shape.across
+    return 1e6 * waves * (c.rows * clocks + begin) / clock
 
 
 def predict(shape: Shape, device: Device) -> float:
@@ -278,9 +294,10 @@ def predict(shape: Shape, device: Device) -> float:
         rows = h.stride / h.spread * d.window / d.spread * halo
         row = taps * (c.strip * c.pairs + loads) + rows * (strip + 12 + 2 * h.open[1])
         finished = 1 + instructions(p.epilogue) + len(reduced(p.epilogue))
-        finished *= SPREAD_SUMS if h.spread > 1 and reduced(p.epilogue) and as_large(p.epilogue) else 1
         row += c.strip * (5 + shape.columns * finished)
-        threads, written, more_us = shape.tiles * shape.lanes * shape.items, 0.0, shares_us(p, shape.parts, device)
+        threads, written, more_us = shape.tiles * shape.lanes * shape.items, 0.0, shares_us(p, shape.parts)
+        if h.spread > 1 and reduced(p.epilogue) and as_large(p.epilogue):
+            return LAUNCH_US + more_us + max(_sums_us(shape, device, row), 1e6 * p.bytes / device.bytes_per_second)
     issued = 1e6 * threads * (c.rows * row + 60) / (rate * ISSUED)
     # Of the last of the waves that all SMs take blocks in, each has a part.
     waves = shape.blocks / (device.sms * c.blocks)

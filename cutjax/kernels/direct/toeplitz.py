@@ -34,6 +34,9 @@ REDUCTION_CLOCKS = 4
 OF_EIGHT = 1.05  # blocks of 8 warps read 32 bytes in a row, those of 16 warps 64
 ALONE = 1.06  # of a weight gradient by one block an SM; six pairs of kernels took 1.02 to 1.09 times as long
 MOVED, OVERLAPPED = 0.81, 0.39  # shares: of a copy's rate; of bytes' or clocks' time, the shorter one, that is added
+# Where operands are as large as the result, fitted to 35 kernels of 5 layers: the share of a copy's rate, how many
+# times as long blocks of 8 warps take, and how many times as long rows do whose blocks leave the cache less than this.
+MOVED_BESIDE, PIECES, CROWDED, LEAST_CACHE = 0.9, 1.35, 1.24, 8192
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -207,12 +210,18 @@ def predict(shape: Shape, device: Device) -> float:
     clock = rate / device.sms / 256  # of an SM
     multiply = 2 * g.rows.window * MMA_CLOCKS
     row = multiply + WARP_CLOCKS + GRADIENT_CLOCKS * g.gradient
-    row += ELEMENTWISE_CLOCKS * instructions(p.epilogue) + REDUCTION_CLOCKS * len(reduced(p.epilogue))
-    row *= shape.lanes / 4
+    finished = ELEMENTWISE_CLOCKS * instructions(p.epilogue) + REDUCTION_CLOCKS * len(reduced(p.epilogue))
+    moved = MOVED
+    if beside := not g.gradient and as_large(p.epilogue):  # then rows of pixels that end none of the result make none
+        finished *= c.rows / shape.steps
+        moved = MOVED_BESIDE / (PIECES if c.lanes == 8 else 1.0)
+    row = (row + finished) * shape.lanes / 4
     if g.gradient:
         row *= ALONE if c.blocks == 1 else 1.0
     else:
         row *= OF_EIGHT if c.lanes == 8 else 1.0
+    if beside and device.shared_bytes_per_sm - c.blocks * (shape.shared_bytes + 1024) < LEAST_CACHE:
+        row *= CROWDED
     # Blocks of an SM share it; one alone waits for each row in turn. Behind the first wave SMs take blocks as they end
     # others, and the last SM has half of a block more than the mean.
     even, mean = shape.blocks / device.sms, shape.groups * shape.pieces * shape.chunks / shape.parts
@@ -226,6 +235,6 @@ def predict(shape: Shape, device: Device) -> float:
     rows = shape.steps * max(rounds * row, alone * ROW_CLOCKS)
     busy = 1e6 * (max(1.0, of_sm / c.blocks) * PROLOGUE_CLOCKS + rows) / clock
     written = 8 * shape.parts * g.taps * g.pairs if g.gradient else 0
-    memory = 1e6 * (p.bytes + written) / (MOVED * device.bytes_per_second)
-    more_us = SUM_US * g.gradient + shares_us(p, shape.parts, device)
+    memory = 1e6 * (p.bytes + written) / (moved * device.bytes_per_second)
+    more_us = SUM_US * g.gradient + shares_us(p, shape.parts)
     return LAUNCH_US + more_us + max(busy, memory) + OVERLAPPED * min(busy, memory)
