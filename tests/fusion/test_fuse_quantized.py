@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import scaled
+from checks import close, scaled
 
 import cutjax
 
