@@ -46,7 +46,7 @@ class Sums:
     """Sums over rows of what equations make of the same arrays: a region without a product.
 
     Attributes:
-      found: ``(matrices, rows, columns)`` to which the arrays are reshaped.
+      found: the shape ``(images, *pixels, channels)`` to which the arrays are reshaped: axes of channels are merged.
       reductions: the equations that add up, in order.
       members: these, and all that make what they add up.
       leaves: the variables of full size that are read.
@@ -55,7 +55,7 @@ class Sums:
       made: the equation that takes their place, once it is built.
     """
 
-    found: tuple[int, int, int]
+    found: tuple[int, ...]
     reductions: list[int]
     members: list[int]
     leaves: list[Any]
@@ -86,17 +86,17 @@ def search(graph: Graph, least_bytes: int) -> list[Sums]:
     return groups
 
 
-def form_of(shape: tuple[int, ...], axes: Iterable[int]) -> tuple[int, int, int] | None:
-    """Returns matrices, rows and columns of an array of images whose rows are added up; None where they are not.
+def form_of(shape: tuple[int, ...], axes: Iterable[int]) -> tuple[int, ...] | None:
+    """Returns images, pixels and channels of an array of which pixels are added up; None where they are not.
 
-    The first axis is that of matrices. Rows are the axes after it, as far as they are added up; what is added up beside
+    The first axis is that of images. Pixels are the axes after it, as far as they are added up; what is added up beside
     them is so afterwards.
     """
     rank, axes = len(shape), set(axes)
     end = next((axis for axis in range(1, rank) if axis not in axes), rank)
     if rank < 4 or end in (1, rank) or 0 in shape:
         return None
-    return shape[0], math.prod(shape[1:end]), math.prod(shape[end:])
+    return *shape[:end], math.prod(shape[end:])
 
 
 def _of(graph: Graph, i: int) -> Sums | None:
@@ -216,19 +216,19 @@ def function(graph: Graph, sums: Sums) -> Callable[..., list[Any]]:
     eqns = [placed_anywhere(graph.eqns[i]) for i in sums.members if i not in inside]
     reductions, added = [graph.eqns[i] for i in sums.reductions], sums.added
     form, inputs, first = sums.found, sums.inputs, sums.leaves[0]
-    each = list(dict.fromkeys(x for x, _ in added))
+    each, pixels = list(dict.fromkeys(x for x, _ in added)), tuple(range(1, len(form) - 1))
 
     def call(*args: Any) -> list[Any]:
         env = dict(zip(inputs, args, strict=True))
         x = lax.reshape(env[first], form)
 
         def expression(acc: Any) -> list[Any]:
-            tail, values = Tail(form, 1), dict(env)
+            tail, values = Tail(form, len(pixels)), dict(env)
             values[first] = Tile(wide(acc))
             tail.evaluate(eqns, values)
-            return [jnp.sum(jnp.broadcast_to(tail.lift(values[y]), form), 1) for y in each]
+            return [jnp.sum(jnp.broadcast_to(tail.lift(values[y]), form), pixels) for y in each]
 
-        traced = trace(expression, [jax.ShapeDtypeStruct(form, x.dtype)])
+        traced = trace(expression, [jax.ShapeDtypeStruct(form, x.dtype)], rows=len(pixels))
         found = row_sums_p.bind(x, *traced.operands, expression=traced.epilogue, backend="auto")
         over_rows = dict(zip(each, traced.finish(found), strict=True))
         return [

@@ -41,9 +41,10 @@ class Problem:
     """Sums over rows of an expression of matrices ``[matrices, rows, columns]``.
 
     Attributes:
-      matrices, rows, columns: sizes.
+      matrices, rows, columns: sizes; rows of all their axes.
       dtype: of the first operand, the expression's accumulator.
       expression: what is added up; all of its outputs are sums over rows, in float32.
+      axes: the sizes of the axes of rows.
       device: which.
     """
 
@@ -52,13 +53,14 @@ class Problem:
     columns: int
     dtype: np.dtype
     expression: Epilogue
+    axes: tuple[int, ...]
     device: Device
 
     @classmethod
     def of(cls, x: Any, *_: Any, expression: Epilogue, device: Device) -> Problem:
         """Makes one of the avals and the parameters of ``row_sums_p``."""
-        matrices, rows, columns = x.shape
-        return cls(matrices, rows, columns, np.dtype(x.dtype), expression, device)
+        matrices, *axes, columns = x.shape
+        return cls(matrices, math.prod(axes), columns, np.dtype(x.dtype), expression, tuple(axes), device)
 
     @property
     def arch(self) -> str:
@@ -67,8 +69,22 @@ class Problem:
 
     @property
     def operands(self) -> tuple[OperandSpec, ...]:
-        """All operands, the first one too."""
-        return OperandSpec(self.dtype.name, True, True, (True,)), *self.expression.operands
+        """All operands, the first one too, as of one axis of matrices and one of rows."""
+        found = [OperandSpec(self.dtype.name, True, True, (True,))]
+        for spec in self.expression.operands:
+            row = any(self._along(spec))
+            found.append(OperandSpec(spec.dtype, row, spec.col, spec.batch[: len(spec.batch) - len(self.axes) + 1]))
+        return tuple(found)
+
+    def _along(self, spec: OperandSpec) -> list[bool]:
+        """Whether an operand varies along each axis of rows that is longer than 1."""
+        varies = (*spec.batch, spec.row)[-len(self.axes) :]
+        return [each for each, size in zip(varies, self.axes, strict=True) if size != 1]
+
+    @property
+    def mixed(self) -> bool:
+        """True if an operand varies along some axes of rows, and not along others."""
+        return any(len(set(self._along(spec))) > 1 for spec in self.expression.operands)
 
     @property
     def elements(self) -> int:
@@ -280,12 +296,13 @@ def why_not(problem: Problem) -> list[str]:
     found = list(emit.reasons(p.expression))
     if number(p.arch) < 75:
         found.append(f"architecture {p.arch}: the kernel is for sm_75 and later")
-    if any(out.reduce != "sum" or out.axes != ("row",) or out.dtype != "float32" for out in p.expression.outputs):
+    rows = {"row", *(f"b{i}" for i in range(len(p.axes) - 1))}
+    if any(out.reduce != "sum" or {*out.axes} != rows or out.dtype != "float32" for out in p.expression.outputs):
         found.append("a result that is no sum over rows in float32")
     if p.expression.positions:
         found.append("an expression that counts rows or columns")
-    if any(len(spec.batch) > 1 for spec in p.expression.operands):
-        found.append("operands of several batch axes")
+    if p.mixed:
+        found.append("an operand along some axes of rows alone")
     if (most := instructions(p.expression)) > MOST_INLINED:
         found.append(f"an expression of about {most} instructions: more than {MOST_INLINED} are not inlined")
     blocks = -(-p.columns // _LANES) * (p.matrices + _WAVES * p.device.sms)

@@ -1,7 +1,8 @@
 """The primitive of sums over rows of what an expression makes of matrices, in one pass where a kernel serves it.
 
-Its operands are x [matrices, rows, columns], the expression's accumulator, and the expression's own, [1 or matrices, 1
-or rows, 1 or columns]. Its results are [matrices, columns] in float32, one for each output of the expression.
+Its operands are x [matrices, *rows, columns], the expression's accumulator, and the expression's own, of size 1 along
+axes on which they do not depend. Rows are one axis or more, which stay apart so that each may be divided over devices.
+Its results are [matrices, columns] in float32, one for each output of the expression.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
-from cutjax.binding.rules import written_out
+from cutjax.binding.rules import is_linear, written_out
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels import row_sums
 from cutjax.kernels.device import device_of
@@ -22,7 +23,7 @@ from cutjax.runtime.choice import Choice
 
 
 def _abstract(x: Any, *_: Any, expression: Epilogue, **__: Any) -> list[Any]:
-    matrices, _, columns = x.shape
+    matrices, *_, columns = x.shape
     sharding = x.sharding.update(spec=jax.P(None, None))
     out = x.update(shape=(matrices, columns), dtype=np.dtype(np.float32), weak_type=False, sharding=sharding)
     return [out] * len(expression.outputs)
@@ -48,6 +49,19 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return row_sums_p.bind(*primals, **params), found
 
 
+def _transpose(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
+    """Transposes plain JAX's, of an expression that is linear in some operands."""
+    places = [i for i, x in enumerate(args) if is_linear(x)]
+
+    def run(*linear: Any) -> list[jax.Array]:
+        given: dict[int, Any] = dict(zip(places, linear, strict=True))
+        return _reference(*(given.get(i, x) for i, x in enumerate(args)), **params)
+
+    found: Any = jax.linear_transpose(run, *(args[i].aval for i in places))(list(written_out(cotangents)))
+    back = dict(zip(places, found, strict=True))
+    return [back.get(i) for i in range(len(args))]
+
+
 row_sums_p = define(
     "cutjax_row_sums",
     abstract=_abstract,
@@ -56,5 +70,6 @@ row_sums_p = define(
     choose=_choose,
     required=False,
     jvp=_jvp,
+    transpose=_transpose,
     multiple_results=True,
 )

@@ -169,6 +169,33 @@ def test_derivatives_of_a_fused_program():
     close(always(scanned)(args[0], *args[4:]), scanned(args[0], *args[4:]), 2e-5)
 
 
+def test_a_linear_function_is_transposed():
+    x, w = scaled(1, SHAPE, F32), scaled(2, (16, 16), F32)
+
+    def linear(x):
+        return (x * w[0]).sum((0, 1, 2)), (x * w[1]).sum((1, 2)) @ w
+
+    assert sums(always(linear), x)
+    ct = linear(x)
+    close(jax.linear_transpose(always(linear), x)(ct), jax.linear_transpose(linear, x)(ct), 2e-5)
+
+
+@pytest.mark.parametrize("spec", [jax.P("d"), jax.P(None, "d"), jax.P(None, None, "d"), jax.P(None, None, None, "d")])
+def test_images_that_are_divided_stay_where_they_are(spec):
+    """Along images, pixels of either axis, and channels: XLA divides what it adds up."""
+    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    x, w = scaled(1, (4, 6, 4, 16), F32), scaled(2, (16, 16), F32)
+    x = jax.device_put(x, jax.NamedSharding(mesh, spec))
+
+    def moments(x, w):
+        return (jax.nn.silu(x * w[0]).sum((1, 2)), jnp.square(x).sum((0, 1, 2))), w @ w
+
+    fused = always(moments)
+    assert sums(fused, x, w)
+    assert "all-gather" not in jax.jit(fused).lower(x, w).compile().as_text()
+    close(jax.jit(fused)(x, w), moments(x, w), 2e-5)
+
+
 def test_what_is_summed_in_16_bits_is_added_up_in_float32():
     x, w = scaled(1, (2, 40, 40, 16), BF16), scaled(2, (16, 16), BF16)
 
