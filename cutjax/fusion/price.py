@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from cutjax.binding import lowering
-from cutjax.epilogue.expression import Epilogue, identity
+from cutjax.epilogue.expression import Epilogue, Output, identity
 from cutjax.fusion.form import Form
 from cutjax.fusion.jaxprs import byte_count
 from cutjax.kernels import choose, tuned, xla
@@ -38,7 +39,7 @@ _PASS_BANDWIDTH = 0.7
 # Of those that add up rows and compute much, one sum and several. GELU's derivative with the sum of a bias took 1.6 to
 # 2 times what a copy of as many bytes takes, 15 of ConvNeXt-T's; SiLU's with a batch norm's sums 2.0 to 3.3 times,
 # seven of EfficientNet-B0's, and another pass of a third of the bytes adds up the rest.
-_REDUCING_BANDWIDTH, _MUCH = (0.57, 0.35), 20  # instructions
+_REDUCING_BANDWIDTH, _MUCH = (0.57, 0.35), 20  # instructions, with XLA's functions
 EXPECTED = 1.09
 
 
@@ -176,6 +177,15 @@ def _choice(eqn: Any) -> Any:
     return lowering.choosers[eqn.primitive](*avals, target=lowering.target(), **params)
 
 
+def _as_xla_computes(epilogue: Epilogue) -> Epilogue:
+    """Returns the epilogue with results of 32 bits, for which functions are as accurate as XLA's."""
+
+    def wide(out: Output) -> Output:
+        return dataclasses.replace(out, dtype="float32") if np.dtype(out.dtype).itemsize < 4 else out
+
+    return dataclasses.replace(epilogue, outputs=tuple(map(wide, epilogue.outputs)))
+
+
 def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> Price:
     """Returns the predicted times of a region: by XLA, with a kernel for the product alone, and as one kernel.
 
@@ -191,7 +201,7 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> P
     problem, epilogue = choice.problem, eqn.params["epilogue"].primal
     read = sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
     sums = sum("row" in out.axes for out in epilogue.outputs)
-    reduces = sums and instructions(epilogue) >= _MUCH
+    reduces = sums and instructions(_as_xla_computes(epilogue)) >= _MUCH
     share = _REDUCING_BANDWIDTH[sums > 1] if reduces else _PASS_BANDWIDTH
     passes_us = pass_us(moved + read, problem.device, share) + passes * _PASS_US
     plain_us = problem.products * plain.plain_us + passes_us

@@ -184,7 +184,8 @@ def test_what_xla_runs_is_what_it_was(xla_wins):
     assert "cutjax" not in str(jax.make_jaxpr(cutjax.fuse(fn))(*args)).replace("name=cutjax", "")
 
 
-def test_sums_of_norms_are_those_of_depthwise_kernels():
+@pytest.mark.parametrize(("size", "channels", "window"), [(56, 144, 3), (14, 672, 5)])
+def test_sums_of_norms_are_those_of_depthwise_kernels(size, channels, window):
     """Of a batch norm behind one, and of the derivatives of a norm and its activation before it; on an H200."""
 
     def normed(x, scale, bias):
@@ -193,13 +194,13 @@ def test_sums_of_norms_are_those_of_depthwise_kernels():
         return ((wide - mean) * (lax.rsqrt(square - mean**2 + 1e-5) * scale) + bias).astype(BF16)
 
     def loss(x, w, scale, bias):
-        y = conv(jax.nn.silu(normed(x, scale, bias)), w, feature_group_count=144)
+        y = conv(jax.nn.silu(normed(x, scale, bias)), w, feature_group_count=channels)
         return normed(y, scale, bias).astype(jnp.float32).sum()
 
-    per_channel = [jax.ShapeDtypeStruct((144,), jnp.float32)] * 2
+    per_channel = [jax.ShapeDtypeStruct((channels,), jnp.float32)] * 2
     fused = cutjax.fuse(jax.grad(loss, (0, 1, 2, 3)))
     reports = cutjax.explain(fused, platform="cuda", device="NVIDIA H200")(
-        *avals((256, 56, 56, 144), (3, 3, 1, 144)), *per_channel
+        *avals((256, size, size, channels), (window, window, 1, channels)), *per_channel
     ).fusion
     sums = [report.epilogue.count("sum(") for report in reports if report.runs == "fused"]
     assert len(sums) == 2
