@@ -22,6 +22,7 @@ from cutjax.binding import lowering
 from cutjax.binding.rules import any_divided, varying_axes
 from cutjax.epilogue.jaxpr import placed_anywhere
 from cutjax.epilogue.trace import trace
+from cutjax.fusion.contraction import OWN
 from cutjax.fusion.jaxprs import MOVES, Graph, byte_count, full_size, in_one_pass, is_literal
 from cutjax.fusion.price import GAIN, pass_us
 from cutjax.fusion.tail import Tail, Tile, wide
@@ -38,6 +39,7 @@ _XLA_OF_EACH = ((7, 0.5, 10.0), (0, 0.5, 3.0))
 _XLA_OF_ALL = ((15, 0.385, 15.0), (7, 0.8, 8.0), (0, 1.0, 4.0))
 _ADDED = frozenset(["bfloat16", "float16", "float32"])  # in float32, whatever the dtype of the sum
 _COMPARISONS, _MOVED = frozenset(["eq", "ne", "lt", "le", "gt", "ge"]), MOVES | {"broadcast_in_dim"}
+_NOT_CHOOSING = MOVES | {"reduce_sum", "dot_general", "conv_general_dilated", *OWN}
 _NOT_INSIDE = frozenset(["iota", "random_bits", "name"])
 
 
@@ -73,8 +75,9 @@ class Sums:
 def search(graph: Graph, least_bytes: int) -> list[Sums]:
     """Returns the sums of a program that a kernel could make of so many bytes or more, those of the same together."""
     groups: list[Sums] = []
+    choosing = [i for i in graph.live if not (graph.eqns[i].primitive.name in _NOT_CHOOSING or graph.is_pointwise(i))]
     for i in sorted(graph.live):
-        one = _of(graph, i)
+        one = _of(graph, i, choosing)
         if one is None or sum(map(byte_count, one.leaves)) < least_bytes:
             continue
         for k in reversed(range(len(groups))):
@@ -99,8 +102,14 @@ def form_of(shape: tuple[int, ...], axes: Iterable[int]) -> tuple[int, ...] | No
     return *shape[:end], math.prod(shape[end:])
 
 
-def _of(graph: Graph, i: int) -> Sums | None:
-    """Returns the sum of an equation; None where it is none that a kernel could make."""
+def _of(graph: Graph, i: int, choosing: list[int]) -> Sums | None:
+    """Returns the sum of an equation; None where it is none that a kernel could make.
+
+    Args:
+      graph: the program.
+      i: the equation.
+      choosing: those whose results may be some of the values that they read.
+    """
     eqn = graph.eqns[i]
     if eqn.primitive.name != "reduce_sum" or is_literal(eqn.invars[0]) or eqn.outvars[0] in graph.definition:
         return None
@@ -115,6 +124,8 @@ def _of(graph: Graph, i: int) -> Sums | None:
     if any(_is_compared(graph, j, members) for j in members):
         return None
     inputs = [*leaves, *small]
+    if any(_is_chosen(graph, j, inputs, members) for j in choosing):
+        return None
     if any_divided(*(y.aval for y in inputs)) or len({varying_axes(y.aval) for y in inputs}) > 1:
         return None
     return Sums(form, [i], sorted({*members, i}), leaves, inputs, [out], [_signed(graph, x, members)])
@@ -144,6 +155,28 @@ def _is_compared(graph: Graph, i: int, members: set[int]) -> bool:
     if eqn.primitive.name not in _COMPARISONS or any(map(is_literal, eqn.invars)):
         return False
     return any(not _is_read(graph, x, members) for x in eqn.invars)
+
+
+def _is_chosen(graph: Graph, i: int, inputs: list[Any], members: set[int]) -> bool:
+    """True if something that is read is made of what an equation chose among values that the kernel computes.
+
+    XLA chose among what it had rounded: a value less the greatest may be positive here.
+    """
+    return any(graph.depends_on(x, 1 << i) for x in inputs) and _is_of(graph, graph.inputs[i], members)
+
+
+def _is_of(graph: Graph, variables: list[Any], members: set[int]) -> bool:
+    """True if variables are made, element by element, of what some equations make."""
+    stack, seen = list(variables), set()
+    while stack:
+        x = stack.pop()
+        i = graph.producer.get(x, -1)
+        if i in members:
+            return True
+        if i >= 0 and i not in seen and (graph.is_pointwise(i) or graph.eqns[i].primitive.name in MOVES):
+            seen.add(i)
+            stack += graph.inputs[i]
+    return False
 
 
 def _is_read(graph: Graph, x: Any, members: set[int]) -> bool:

@@ -77,7 +77,7 @@ class Problem:
         return tuple(found)
 
     def _along(self, spec: OperandSpec) -> list[bool]:
-        """Whether an operand varies along each axis of rows that is longer than 1."""
+        """Returns, of each axis of rows that is longer than 1, whether an operand varies along it."""
         varies = (*spec.batch, spec.row)[-len(self.axes) :]
         return [each for each, size in zip(varies, self.axes, strict=True) if size != 1]
 

@@ -23,7 +23,7 @@ from cutjax.runtime.choice import Choice
 
 
 def _abstract(x: Any, *_: Any, expression: Epilogue, **__: Any) -> list[Any]:
-    matrices, *_, columns = x.shape
+    matrices, columns = x.shape[0], x.shape[-1]
     sharding = x.sharding.update(spec=jax.P(None, None))
     out = x.update(shape=(matrices, columns), dtype=np.dtype(np.float32), weak_type=False, sharding=sharding)
     return [out] * len(expression.outputs)
@@ -57,7 +57,8 @@ def _transpose(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
         given: dict[int, Any] = dict(zip(places, linear, strict=True))
         return _reference(*(given.get(i, x) for i, x in enumerate(args)), **params)
 
-    found: Any = jax.linear_transpose(run, *(args[i].aval for i in places))(list(written_out(cotangents)))
+    transposed: Any = jax.linear_transpose(run, *(args[i].aval for i in places))
+    found = transposed(list(written_out(cotangents)))
     back = dict(zip(places, found, strict=True))
     return [back.get(i) for i in range(len(args))]
 
