@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -74,6 +75,11 @@ class Epilogue:
 
     def __getstate__(self) -> dict[str, Any]:  # hashes differ from process to process
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Returns a name of 8 digits, the same in every process: part of those of kernels."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
     @functools.cached_property
     def positions(self) -> frozenset[str]:

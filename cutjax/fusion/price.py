@@ -241,4 +241,4 @@ def of_several(alone: Sequence[Price], eqn: Any) -> Price:
 
 def pass_us(nbytes: int, device: Device, share: float = _PASS_BANDWIDTH) -> float:
     """Returns the time in which a pass of XLA's moves so many bytes, told its share of a copy's bandwidth."""
-    return 1e6 * nbytes / (device.bytes_per_second * share)
+    return device.moving_us(nbytes, share)

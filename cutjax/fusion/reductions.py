@@ -95,11 +95,15 @@ def form_of(shape: tuple[int, ...], axes: Iterable[int]) -> tuple[int, ...] | No
     The first axis is that of images. Pixels are the axes after it, as far as they are added up; what is added up beside
     them is so afterwards.
     """
-    rank, axes = len(shape), set(axes)
-    end = next((axis for axis in range(1, rank) if axis not in axes), rank)
+    rank, end = len(shape), _end(len(shape), axes)
     if rank < 4 or end in (1, rank) or 0 in shape:
         return None
     return *shape[:end], math.prod(shape[end:])
+
+
+def _end(rank: int, axes: Iterable[int]) -> int:
+    """Returns the first axis after those of pixels that are added up; the rank where there is none."""
+    return next((axis for axis in range(1, rank) if axis not in axes), rank)
 
 
 def _of(graph: Graph, i: int, choosing: list[int]) -> Sums | None:
@@ -190,12 +194,6 @@ def _is_read(graph: Graph, x: Any, members: set[int]) -> bool:
     return True
 
 
-def _end(eqn: Any) -> int:
-    """Returns the first axis after those of rows of what an equation adds up."""
-    axes = set(eqn.params["axes"])
-    return next(axis for axis in range(1, eqn.invars[0].aval.ndim) if axis not in axes)
-
-
 def _cone(graph: Graph, x: Any, through: bool) -> tuple[set[int], list[Any], list[Any]] | None:
     """Returns the equations that make a variable element by element, what they read of its size, and what is smaller.
 
@@ -276,7 +274,7 @@ def _rest(y: jax.Array, eqn: Any) -> jax.Array:
     """Returns the result of an equation that adds up, of its sums over rows."""
     (x,), (out,), axes = eqn.invars, eqn.outvars, set(eqn.params["axes"])
     shape = x.aval.shape
-    left = [0, *range(_end(eqn), len(shape))]
+    left = [0, *range(_end(len(shape), axes), len(shape))]
     y = lax.reshape(y, [shape[axis] for axis in left])
     y = jnp.sum(y, [k for k, axis in enumerate(left) if axis in axes])
     return lax.reshape(y.astype(out.aval.dtype), out.aval.shape)

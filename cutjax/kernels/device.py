@@ -76,6 +76,10 @@ class Device:
         """True if tensor cores round float32 to TF32, and so XLA does by default: from sm_80 on."""
         return number(self.arch) >= 80
 
+    def moving_us(self, size: float, share: float = 1.0) -> float:
+        """Returns the microseconds of moving bytes at a share of a copy's rate; infinite where that is unknown."""
+        return 1e6 * size / (self.bytes_per_second * share) if self.bytes_per_second else math.inf
+
     def tensor(self, dtype: np.dtype, math: str = "") -> bool:
         """True if tensor cores multiply a dtype by ``math``, as ``Problem.math`` says: others multiply it by FMA."""
         if dtype.name in ("float64", "complex128"):

@@ -15,7 +15,7 @@ from cutjax.kernels import reasons
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.device import Device
 from cutjax.kernels.entry import Entry
-from cutjax.runtime import sources
+from cutjax.runtime import choice, sources
 from cutjax.runtime.architectures import number
 from cutjax.runtime.choice import Choice
 from cutjax.runtime.launch import Call, Pointer
@@ -83,16 +83,11 @@ class Problem:
     def xla_us(self) -> float:
         """The predicted time of XLA's fusions: two reads and a write for each, values are transposed in 8 bits."""
         each = (2 * self.dtype.itemsize + 1) * (self.own + self.turned) + 2 * self.turned
-        return _us(self.elements * each, XLA_SHARE, self.device)
+        return self.device.moving_us(self.elements * each, XLA_SHARE)
 
     def __str__(self) -> str:
         shape = ",".join(map(str, (*self.batch, self.rows, self.columns)))
         return f"quantization {short(self.dtype.name)}[{shape}] to {short(self.to.name)}"
-
-
-def _us(size: int, share: float, device: Device) -> float:
-    """Returns the microseconds of moving so many bytes at a share of a copy's rate."""
-    return 1e6 * size / (device.bytes_per_second * share) if device.bytes_per_second else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +107,7 @@ class Kernel:
     def time_us(self) -> float:
         """Predicted microseconds."""
         p = self.problem
-        return LAUNCH_US + _us(p.bytes, SHARE_OF_BOTH if p.own and p.turned else SHARE, p.device)
+        return LAUNCH_US + p.device.moving_us(p.bytes, SHARE_OF_BOTH if p.own and p.turned else SHARE)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -160,13 +155,8 @@ class Kernel:
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, backend: str) -> Choice[Problem, Kernel]:
     """Returns the kernel that runs under a backend, or the reasons why XLA does."""
-    if against := why_not(problem):
-        return Choice(problem, tuple(against))
-    kernel = Kernel(problem)
-    if not math.isfinite(kernel.time_us):
-        return Choice(problem, ("one pass",), kernel)
-    floor_us = _us(problem.bytes, 1.0, problem.device)
-    return Choice(problem, ("one pass",), kernel, kernel.time_us, floor_us / kernel.time_us)
+    one = tuple(why_not(problem)) or Kernel(problem)
+    return choice.fastest(problem, [one], "one pass", problem.device.moving_us(problem.bytes))
 
 
 def why_not(problem: Problem) -> list[str]:

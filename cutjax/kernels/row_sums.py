@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.device import Device
 from cutjax.kernels.entry import Entry
 from cutjax.kernels.staging import MOST_INLINED, instructions
-from cutjax.runtime import sources
+from cutjax.runtime import choice, sources
 from cutjax.runtime.architectures import number
 from cutjax.runtime.choice import Choice
 from cutjax.runtime.launch import Call, Pointer
@@ -165,18 +164,16 @@ class Kernel:
         """The entry symbol: the dtype, the threads' shape and the expression."""
         p = self.problem
         shape = f"{self.lanes}x{self.count}_{self.unroll}"
-        digest = hashlib.sha256(repr(p.expression).encode()).hexdigest()[:8]
-        return f"row_sums_{short(p.dtype.name)}_{shape}_e{digest}"
+        return f"row_sums_{short(p.dtype.name)}_{shape}_e{p.expression.digest}"
 
     @property
     def time_us(self) -> float:
         """Predicted microseconds: of reading, of instructions where they are more, and of adding up shares."""
         p, d = self.problem, self.problem.device
-        memory = 1e6 * p.bytes / (d.bytes_per_second * SHARE)
         each = instructions(p.expression) + 8 * _specials(p.expression)
         issue = 1e6 * p.elements * each / (dict(d.flops).get("float32", math.inf) / 2)
         shares = len(p.expression.outputs) * (SUM_US + SHARE_US * p.matrices * self.chunks)
-        return LAUNCH_US + max(memory, issue) + shares
+        return LAUNCH_US + max(d.moving_us(p.bytes, SHARE), issue) + shares
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -279,13 +276,8 @@ DEVICE void store_sum(int s, i64 at, float sum{"".join(f", float* sum{i}" for i 
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, backend: str) -> Choice[Problem, Kernel]:
     """Returns the kernel that runs under a backend, or the reasons why XLA does."""
-    if against := why_not(problem):
-        return Choice(problem, tuple(against))
-    kernel = Kernel(problem)
-    if not problem.device.bytes_per_second:
-        return Choice(problem, ("one pass",), kernel)
-    floor_us = 1e6 * problem.bytes / problem.device.bytes_per_second
-    return Choice(problem, ("one pass",), kernel, kernel.time_us, floor_us / kernel.time_us)
+    one = tuple(why_not(problem)) or Kernel(problem)
+    return choice.fastest(problem, [one], "one pass", problem.device.moving_us(problem.bytes))
 
 
 def why_not(problem: Problem) -> list[str]:

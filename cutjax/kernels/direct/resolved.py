@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 
 import jax
 import numpy as np
@@ -70,7 +69,7 @@ class Resolved:
         else:
             thread = f"{c.pairs}x{c.strip}_a{c.ahead}_l{self.shape.lanes}x{self.shape.across}_b{c.blocks}"
         low = f"_r{g.rows.low}x{g.columns.low}" * bool(g.rows.low or g.columns.low)
-        digest = "" if p.plain else f"_e{hashlib.sha256(repr(p.epilogue).encode()).hexdigest()[:8]}"
+        digest = "" if p.plain else f"_e{p.epilogue.digest}"
         return f"direct_{dtypes}_{kind}_{window}{steps}{low}{of}_{thread}{digest}"
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 
 from cutjax.dtypes import short
 from cutjax.kernels import base
@@ -32,5 +31,5 @@ class Resolved(base.Resolved):
         name += f"_{p.layout}_{g.axes}d_c{g.chunk}_{c.consumers}x{c.bn}_t{g.stacked}_s{c.stages}_{c.along}"
         name += "_packed" * (g.packing is not None) + "_grouped" * (g.view.groups > 1)
         if not p.plain:
-            name += f"_e{hashlib.sha256(repr(p.epilogue).encode()).hexdigest()[:8]}"
+            name += f"_e{p.epilogue.digest}"
         return name + f"_pitch{self.staging.pitch}" * (self.staging.pitch < 16)

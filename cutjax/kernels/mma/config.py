@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import operator
 from collections.abc import Iterator
 
 import numpy as np
 
 from cutjax.dtypes import short
-from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.joined import Joined
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
@@ -143,14 +140,14 @@ class Config:
         strided = "_strided" if problem.order else ""
         strided += "".join(f"_{word}" for word in _views(problem))
         name = f"mma_{dtypes}{problem.math}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
-        return name if problem.plain else f"{name}_e{_digest(problem.epilogue)}"
+        return name if problem.plain else f"{name}_e{problem.epilogue.digest}"
 
 
 def _views(problem: Problem) -> Iterator[str]:
     """Yields the words of the operands' views."""
     view = problem.a.view
     if problem.a.prologue is not None:
-        yield f"p{_digest(problem.a.prologue)}"
+        yield f"p{problem.a.prologue.digest}"
     if isinstance(view, Joined):
         yield f"sum{len(view.ks)}"
     if isinstance(view, Gathered):
@@ -163,8 +160,3 @@ def _views(problem: Problem) -> Iterator[str]:
             yield "taps"
         if view.groups > 1:
             yield "groups_n"
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest(epilogue: Epilogue) -> str:
-    return hashlib.sha256(repr(epilogue).encode()).hexdigest()[:8]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import hashlib
 import math
 import operator
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cutjax.dtypes import short
-from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.columns import Taken, maximum, minimum, where
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
@@ -322,11 +320,11 @@ class Config(Sizes):
         scales = [str(x.scale.mn if x.scale else 0) for x in (problem.a, problem.bs[0])]
         strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] and not halves else ""
         strided += "_gathered" * problem.a.gathered + windows.name(problem)
-        strided += f"_p{_digest(problem.a.prologue)}" if problem.a.prologue else ""
+        strided += f"_p{problem.a.prologue.digest}" if problem.a.prologue else ""
         strided += f"_sum{len(summands(problem))}" * (len(summands(problem)) > 1)
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
-            name += f"_e{_digest(problem.epilogue)}"
+            name += f"_e{problem.epilogue.digest}"
         pitch, full = math.gcd(problem.n, 16), [out for out in problem.epilogue.outputs if not out.reduce]
         full += [spec for spec in problem.epilogue.operands if spec.row and spec.col]
         if any(pitch * np.dtype(array.dtype).itemsize % 16 for array in full):  # other text
@@ -406,11 +404,6 @@ class Some(Taken, Sizes):
         """Returns the fields of a config, but for the order of its tiles."""
         found = {name: getattr(self.table, name)[self.at[row]].item() for name in self._FIELDS}
         return {**found, "swap": self.swap, "splits": self.splits[row].item()}
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest(epilogue: Epilogue) -> str:
-    return hashlib.sha256(repr(epilogue).encode()).hexdigest()[:8]
 
 
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
