@@ -325,7 +325,7 @@ def _few_rows_us(p: Problem, device: Device) -> float:
 # rows and more, in bursts; longer ones take more, as power limits them (`_HOT_FLOAT8`). Of two float8_e5m2 none was
 # measured: cuBLAS has none, so they are no faster than 16 bits.
 _OTHERS = {
-    "tf32": (1.115, 0.0),  # and as many times longer as the last wave of tiles lacks
+    "tf32": (1.08, 0.0),  # and as many times longer as the last wave of tiles lacks
     "bf16": (0.585, 0.24),
     "bf16x3": (1.44, 1.23),
     "bf16x6": (2.92, 2.74),
@@ -340,6 +340,13 @@ _OTHERS = {
 # How many times as long cuBLAS multiplies TF32 where neither operand lies along k, as wgmma reads them: 19 GFLOP took
 # 108 us tn and 61 nt (benchmarks/results/experiments/contractions-h200.json).
 _ACROSS_TF32 = 1.75
+
+# How much of the shorter of multiplying and moving bytes XLA's products of TF32 hide, as the exponent of their norm: of
+# ten products of 2 to 20 GFLOP they took 0.96 to 1.2 of what this tells. Triton's of few columns hide more.
+_OVERLAP_TF32, _OVERLAP_FEW, _FEW_COLUMNS = 1.4, 2.0, 64
+# cuBLAS multiplies complex numbers in tiles of so many rows and columns, and of so much k: a gate of two qubits, 4 x 4
+# by 2**23 columns, took it 0.9 ms beside the copies, and takes 0.5 by this.
+_LEAST_COMPLEX = 128, 16
 
 # cuBLAS multiplies float8 only where rows of both operands lie along k; XLA transposes the others before, and reaches
 # this share of the memory's bandwidth: 0.06 and 0.07 of 4096 x 7168 x 16384 and 4096 x 24576 x 1536 nn on an H200,
@@ -371,19 +378,32 @@ def _others_us(p: Problem, device: Device) -> float | None:
         return None
     multiplied, split = _OTHERS[name]
     multiply_us = multiplied * 1e6 * p.flops / device.peak(np.dtype(np.float32), "tf32")
+    if name == "complex64":
+        multiply_us *= math.prod(
+            max(1.0, least / size) for size, least in zip((min(p.m, p.n), p.k), _LEAST_COMPLEX, strict=True)
+        )
     if name == "float8":
         multiply_us *= 1 + _HOT_FLOAT8 * multiply_us / (multiply_us + _HOT_US)
+    transposes_us = _transposes_us(p, device)
     if name == "tf32":  # of fewer tiles than SMs it divides k
-        multiply_us *= (_ACROSS_TF32 if p.layout == "tn" else 1.0) * (
-            _waves(p, device) if _tiles(p) > device.sms else 1.0
-        )
-    us = 2 + max(multiply_us + split * p.bytes / 1e6, 1e6 * p.bytes / device.bytes_per_second)
+        across = p.layout == "tn" and not transposes_us  # else what is copied lies along k
+        multiply_us *= (_ACROSS_TF32 if across else 1.0) * (_waves(p, device) if _tiles(p) > device.sms else 1.0)
+    byte_us, overlap = 1e6 * p.bytes / device.bytes_per_second, math.inf
+    if name == "tf32":
+        overlap = _OVERLAP_FEW if min(p.m, p.n) <= _FEW_COLUMNS or transposes_us else _OVERLAP_TF32
+    us = 2 + _norm(multiply_us + split * p.bytes / 1e6, byte_us, overlap)
     if name == "float8" and (turned := _turned_bytes(p)):
         fused_us = FUSED_US + 1e6 * p.bytes / (FUSED_BYTES * device.bytes_per_second) + _FUSED_FLOAT8 * multiply_us
         us = min(us + 1e6 * 2 * turned / (_TURNED_SHARE * device.bytes_per_second), fused_us)
-    us += _transposes_us(p, device)
+    us += transposes_us
     accumulated = p.m * p.n * p.batch_size * p.products * p.accumulator.itemsize
     return us if p.plain else us + 1 + 1e6 * (accumulated + p.result_bytes) / device.bytes_per_second
+
+
+def _norm(x: float, y: float, exponent: float) -> float:
+    """Returns what two times take together, from their sum, of exponent 1, to the longer, of an infinite one."""
+    longer, shorter = max(x, y), min(x, y)
+    return longer * (1 + (shorter / longer) ** exponent) ** (1 / exponent) if longer else 0.0
 
 
 def _transposes_us(p: Problem, device: Device) -> float:
@@ -391,16 +411,22 @@ def _transposes_us(p: Problem, device: Device) -> float:
 
     cuBLAS walks one batch axis, at any stride and with any pitch of rows: axes that are neighbours in memory are one.
     An axis that one operand lacks is none of the batch to XLA: it merges it with the other's rows, or columns, which it
-    transposes for it unless they lie along k, and whose result it transposes back where they are columns.
+    transposes for it, and the result, where they are no neighbours, or lie in another order than in what was before.
     """
-    copied = 0.0
-    lacks = [x.batch != p.batch for x in (p.a, p.bs[0])]
-    merged = [lacks[1] and p.a.contiguous != "k", lacks[0] and p.bs[0].contiguous != "k", lacks[0]]
-    dtypes = p.a.dtype, p.bs[0].dtype, p.out_dtype
-    for order, shape, dtype, moved in zip(p.orders, p.shapes, dtypes, merged, strict=True):
-        moving = [axis for axis in order if shape[axis] != 1]
-        places = [moving.index(axis) for axis in range(len(p.batch)) if axis in moving]
-        if moved or (places and places != list(range(places[0], places[0] + len(places)))):
-            # 3.2 to 3.8 bytes in 1000 a nanosecond on an H200: benchmarks/results/experiments/strided-h200.json
+    batch = range(len(p.batch))
+    row, column, depth = (len(batch) + i for i in range(3))
+    rows, columns = ([i for i in batch if x.batch[i] != p.batch[i]] for x in (p.bs[0], p.a))  # what is another's alone
+    groups = [i for i in batch if i not in (*rows, *columns)], [*rows, row], [*columns, column]
+    names = [(row, depth), (column, depth)]  # as they lie, rows along k
+    names = [x if of.contiguous == "k" else x[::-1] for x, of in zip(names, (p.a, p.bs[0]), strict=True)]
+    dtypes, found, copied = (p.a.dtype, p.bs[0].dtype, p.out_dtype), {}, 0.0
+    for order, shape, dtype, last in zip(p.orders, p.shapes, dtypes, (*names, (row, column)), strict=True):
+        axes = [[*batch, *last][i] for i in order or range(len(shape)) if shape[i] != 1]
+        parts = {i: [x for x in axes if x in group] for i, group in enumerate(groups)}
+        parts = {i: part for i, part in parts.items() if part}
+        together = all(part == axes[(at := axes.index(part[0])) : at + len(part)] for part in parts.values())
+        if together and all(found.get(i, part) == part for i, part in parts.items()):
+            found |= parts
+        else:  # 3.2 to 3.8 bytes in 1000 a nanosecond on an H200: benchmarks/results/experiments/strided-h200.json
             copied += 2e6 * math.prod(shape) * dtype.itemsize / (0.8 * device.bytes_per_second) + 1
     return copied
