@@ -80,17 +80,15 @@ def fastest(
 
 def _copies_us(plan: Contraction, device: Device, again: Collection[int] = ()) -> float:
     """Returns the microseconds of a plan's copies, but for those of some operands, 0 for a and 1 for b."""
-    copied = [i for i, x in enumerate((plan.a, plan.b, plan.d)) if x.copied and i not in again]
-    sizes = [
-        x.copied * (_SHORT if short else 1) for x, short in zip((plan.a, plan.b, plan.d), _short(plan), strict=True)
-    ]
-    return moved_us(2 * sum(sizes[i] for i in copied), device) + len(copied)
+    moves = enumerate(zip((plan.a, plan.b, plan.d), _short(plan), strict=True))
+    sizes = [move.copied * (_SHORT if short else 1) for i, (move, short) in moves if move.copied and i not in again]
+    return moved_us(2 * sum(sizes), device) + len(sizes)
 
 
 def _short(plan: Contraction) -> list[bool]:
     """Returns whether a, b and the result are copied from, or to, runs of few bytes in memory."""
     runs = (plan.a, plan.a.split), (plan.b, plan.b.split), (plan.d, plan.d.shape)
-    return [0 < move.copied * shape[-1] < _SHORT_BYTES * math.prod(shape) for move, shape in runs if shape]
+    return [0 < move.copied * (1, *shape)[-1] < _SHORT_BYTES * math.prod(shape) for move, shape in runs]
 
 
 def _in_one_kernel(plan: Contraction, problem: Problem) -> bool:
