@@ -132,6 +132,11 @@ def is_marked(eqn: Any) -> bool:
     return bool(eqn.ctx.compute_type or not _LABELS.issuperset(eqn.ctx.xla_metadata or ()))
 
 
+def has_side_effects(eqn: Any) -> bool:
+    """True if an equation must run, after those before it that must; one like psum only names a mesh's axis."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def in_one_pass(eqn: Any) -> bool:
     """True if XLA computes an equation in one pass with what it reads, which then need not lie in memory."""
     name = eqn.primitive.name
@@ -160,7 +165,8 @@ class Graph:
       eqns: the equations.
       inputs: the variables that each reads.
       producer: the equation that makes a variable.
-      above: of each variable that an equation makes, that equation and those it depends on, as bits of an integer.
+      above: of each variable that an equation makes, that equation and those it depends on, as bits of an integer;
+        one with side effects depends on those before it that have some.
       consumers: of each variable, the nodes alive that read it.
       regions: what was put in the place of equations: ``inputs``, ``results``, ``equation()``.
       given: the program's arguments, and whether each is known to be donated: a result may take its memory.
@@ -192,17 +198,21 @@ class Graph:
         self._pointwise: dict[int, bool] = {}
         self._in_one_pass: dict[int, bool] = {}
         self.inputs = list(map(variables, self.eqns))
+        self._effects = {i for i, eqn in enumerate(self.eqns) if has_side_effects(eqn)}
+        last = 0  # the last equation with side effects, and those it depends on
         for i, eqn in enumerate(self.eqns):
             found = 1 << i
             for x in self.inputs[i]:
                 found |= self.above.get(x, 0)
+            if i in self._effects:
+                found = last = found | last
             for x in eqn.outvars:
                 self.producer[x] = i
                 self.above[x] = found
         needed = set(self.outvars)
         for i in reversed(range(len(self.eqns))):
             eqn = self.eqns[i]
-            if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            if i in self._effects or not needed.isdisjoint(eqn.outvars):
                 self.live.add(i)
                 needed.update(self.inputs[i])
                 for x in self.inputs[i]:
@@ -310,7 +320,7 @@ class Graph:
 
     def _kill(self, i: int) -> None:
         eqn = self.eqns[i]
-        if i not in self.live or eqn.effects:
+        if i not in self.live or i in self._effects:
             return
         for x in eqn.outvars:
             if x not in self.definition and (x in self.outvars or self.consumers.get(x)):
@@ -332,11 +342,11 @@ class Graph:
         followers: dict[Any, list[int]] = collections.defaultdict(list)
         last = -1  # with an effect
         for node in order:
-            if node < n and missing.isdisjoint(self.inputs[node]) and not self.eqns[node].effects:
+            if node < n and missing.isdisjoint(self.inputs[node]) and node not in self._effects:
                 found.append(self._equation(node))
                 continue
             lacks = missing.intersection(self.reads(node))
-            if node < n and self.eqns[node].effects:
+            if node in self._effects:
                 lacks |= missing & {last}
                 last = node
             if lacks:

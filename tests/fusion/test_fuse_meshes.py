@@ -180,6 +180,21 @@ def test_transformations_where_only_arrays_say_how_they_lie():
     assert fused_in(always(gate), args) == 2
 
 
+@pytest.mark.versions
+def test_collectives_have_no_order():
+    """A sum over devices may lie between a product and another sum that its tail takes."""
+
+    def fn(x, w):
+        y = x @ w
+        first, second = (jax.lax.psum(z.sum(), "d") for z in (y, x))
+        return jnp.tanh(y) * second, first
+
+    mesh = mesh_of(AUTO, AUTO)
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P("d"), P()), out_specs=(P("d"), P()))
+    close(jax.jit(always(mapped))(X[0], W), jax.jit(mapped)(X[0], W))
+    assert fused_in(always(mapped), (X[0], W)) == 1
+
+
 # The kinds of the axes over which a shard_map does not map, and how many products are fused there.
 LEFT = {
     "none": ((), 2),
