@@ -19,13 +19,14 @@ from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
 from cutjax.kernels.prepared import along
 from cutjax.ops.arguments import check_config, check_epilogue, integer, promote, weights
-from cutjax.ops.convolution_plan import by_lax, planned
+from cutjax.ops.convolution_plan import by_lax, planned, unknown_sizes
 from cutjax.ops.quantized import Quantized, Weights, as_quantized, blocked, is_quantized, values_of
 from cutjax.ops.scales import Scales, may_wrap, wide_dtype
 from cutjax.primitives import product as products
-from cutjax.primitives.accumulators import converted
+from cutjax.primitives.accumulators import accumulator, converted
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.factors import Factors
+from cutjax.primitives.tracing import casting, with_result_dtype
 from cutjax.runtime import backends
 
 CHANNELS_LAST = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC"), 5: ("NDHWC", "DHWIO", "NDHWC")}
@@ -184,6 +185,12 @@ def _conv(
         found = by_lax("conv_general_dilated", given)[1].trace(*avals).jaxpr
     except Exception as error:
         raise type(error)(f"{where}: {error}") from None
+    if reason := unknown_sizes(found.eqns[-1].params, x, bs[0]):
+        if backend == "cuda":
+            raise NotImplementedError(f"{where}: backend 'cuda' has no kernel: {reason}")
+        given = given | {"dimension_numbers": found.eqns[-1].params["dimension_numbers"], "precision": precision}
+        d = _of_unknown_sizes(x, bs, given, epilogue, taken, out)
+        return d if epilogue is not None else converted(d, dtype, weak)
     shapes = x.shape, bs[0].shape, found.out_avals[0].shape
     plan = planned(found.eqns[-1].params, *shapes, gradients=epilogue is None)
     hints = plan.hints(x, bs[0], found.out_avals[0], ("x", "w"))
@@ -195,6 +202,28 @@ def _conv(
     taken = jax.tree.map(unwrapped, taken)
     d = products.call(plan.product, epilogue, Factors(a, bs), taken, out_dtype=out, save=save, **params)
     return jax.tree.map(plan.result, d)
+
+
+def _of_unknown_sizes(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    given: dict[str, Any],
+    epilogue: Callable[..., Any] | None,
+    operands: Sequence[Any],
+    out_dtype: Any,
+) -> Any:
+    """Computes by lax's function and plain JAX what no kernel is compiled for."""
+    wide = accumulator(x.dtype, None if isinstance(out_dtype, tuple) else out_dtype)
+    dtype = x.dtype if epilogue is None and out_dtype == x.dtype else wide  # lax has no derivative of two dtypes
+    sums = [lax.conv_general_dilated(x.astype(dtype), w.astype(dtype), **given) for w in ws]
+    if epilogue is None:
+        return sums[0]
+    n, c, *spatial = given["dimension_numbers"].out_spec
+    order = n, *spatial, c
+    accs = [lax.transpose(d, order) for d in sums]
+    fn = casting("conv", epilogue, out_dtype) if isinstance(out_dtype, tuple) else epilogue
+    results = with_result_dtype(fn(*accs, *operands), accs[0], out_dtype)
+    return jax.tree.map(lambda d: lax.transpose(d, np.argsort(order)) if d.shape == accs[0].shape else d, results)
 
 
 def _factors(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
@@ -15,7 +14,7 @@ from cutjax import dot_precision
 from cutjax.binding.explicit import automatic
 from cutjax.binding.rules import any_reduced
 from cutjax.ops.conv import conv
-from cutjax.ops.convolution_plan import by_lax, planned
+from cutjax.ops.convolution_plan import by_lax, planned, unknown_sizes
 from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import is_array_like, unwrapped
@@ -187,10 +186,9 @@ def _left_to_lax(lhs: jax.Array, rhs: jax.Array, params: Any, out: Any) -> str:
     """Returns the reason against a kernel whatever the sizes; "" where there is none."""
     if not 3 <= lhs.ndim <= 5:
         return f"images have one to three axes, got {lhs.ndim - 2}"
-    batch, _, *image = params["dimension_numbers"].lhs_spec
-    known = (*(size for axis, size in enumerate(lhs.shape) if axis != batch or params["batch_group_count"] > 1),)
-    if any(map(jax.export.is_symbolic_dim, (*known, *rhs.shape))):
-        return f"it needs known sizes but that of the batch, got {lhs.shape}, {rhs.shape}"
+    if reason := unknown_sizes(params, lhs, rhs):
+        return reason
+    image = params["dimension_numbers"].lhs_spec[2:]
     if not len(image) == len(params["lhs_dilation"]) == len(params["rhs_dilation"]):
         return "steps must be given for each axis"
     if min(*params["window_strides"], *params["lhs_dilation"], *params["rhs_dilation"]) < 1:

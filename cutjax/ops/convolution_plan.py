@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -121,6 +122,15 @@ def planned(
 
     plans = _plans(params, lhs, rhs, out, flipped)
     return min((plan for plan in plans if gradients or plan.product.form != "weights"), key=cost)
+
+
+def unknown_sizes(params: Any, lhs: Any, rhs: Any) -> str:
+    """Returns the reason against a kernel where a size but that of the batch is symbolic, else ""."""
+    batch = params["dimension_numbers"].lhs_spec[0]
+    known = (size for axis, size in enumerate(lhs.shape) if axis != batch or params["batch_group_count"] > 1)
+    if any(map(jax.export.is_symbolic_dim, (*known, *rhs.shape))):
+        return f"it needs known sizes but that of the batch, got {lhs.shape}, {rhs.shape}"
+    return ""
 
 
 def _plans(params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int], flipped: bool) -> Iterator[Plan]:

@@ -35,7 +35,7 @@ def trace_with_dtype(
 ) -> Traced:
     """Traces a function; its results in the accumulators' dtype are in ``out_dtype``, or each in that of a tuple."""
     if isinstance(out_dtype, tuple):
-        fn, out_dtype = _casting(where, fn, out_dtype), None
+        fn, out_dtype = casting(where, fn, out_dtype), None
     traced = trace(fn, accs, operands, groups, rows=rows)
     return traced._replace(epilogue=derivative.rounded_once(traced.epilogue, out_dtype))
 
@@ -47,14 +47,14 @@ def with_result_dtype(results: Any, acc: Any, out_dtype: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(out_dtype) if (x.shape, x.dtype) == (acc.shape, acc.dtype) else x, results)
 
 
-def _casting(where: str, fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
+def casting(where: str, fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
     """Returns the function with each of its results in the dtype asked for."""
 
     @functools.wraps(fn)
-    def casting(*args: Any) -> Any:
+    def cast(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(fn(*args))
         if len(leaves) != len(dtypes):
             raise ValueError(f"{where}: out_dtype has {len(dtypes)} entries, the epilogue returns {len(leaves)} arrays")
         return tree.unflatten(x if t is None else x.astype(t) for x, t in zip(leaves, dtypes, strict=True))
 
-    return casting
+    return cast

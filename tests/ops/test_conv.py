@@ -386,6 +386,35 @@ def test_what_is_left_to_lax():
     close(exported.call(X, W), lax_conv(X, W))
 
 
+@pytest.mark.parametrize("padding", ["SAME", "SAME_LOWER", "VALID"])
+def test_images_of_sizes_that_are_not_known(padding):
+    """By jax.lax, the epilogue in plain JAX; in a layout of its own."""
+
+    def fn(x, w, b):
+        def epilogue(acc, b):
+            return jax.nn.silu(acc + b), acc.sum((0, 1, 2))
+
+        shared = {"window_strides": 2, "padding": padding}
+        plain = cutjax.conv(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), **shared)
+        first = cutjax.conv(
+            jnp.moveaxis(x, -1, 1),
+            w,
+            dimension_numbers=("NCHW", "HWIO", "NCHW"),
+            epilogue=epilogue,
+            operands=(b,),
+            out_dtype=(jnp.bfloat16, None),
+            **shared,
+        )
+        return plain, first
+
+    args = X, W, normal(2, (16,))
+    some = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, h, w, 8"), X.dtype)
+    exported = jax.export.export(jax.jit(fn), platforms=["cpu", "cuda"])(some, *args[1:])
+    close(exported.call(*args), jax.jit(fn)(*args), 1e-2)
+    with cutjax.use_backend("cuda"), pytest.raises(NotImplementedError, match=r"conv: .* needs known sizes"):
+        jax.eval_shape(fn, some, *args[1:])
+
+
 def test_spellings():
     """Integers for all axes, numpy's, lists; and the precision of the scope."""
     expected = cutjax.conv(X, W, window_strides=(2, 2), padding=((1, 1), (1, 1)), rhs_dilation=(2, 2))
