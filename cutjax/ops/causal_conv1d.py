@@ -79,29 +79,12 @@ def causal_conv1d(
     """
     where = "causal_conv1d"
     function, x, w = _activation(activation, where), matrix(x, "x", where), matrix(w, "w", where)
-    *batch, length, channels = x.shape
+    *batch, _, channels = x.shape
     width = _width(w, channels, where, f"x is {x.shape}")
     bias = None if bias is None else _checked(bias, "bias", (channels,), where)
     state = None if state is None else _checked(state, "state", (*batch, width - 1, channels), where)
     how: dict[str, Any] = {"activation": function, "precision": precision, "backend": backend, "config": config}
-
-    def convolved(x: jax.Array, before: int) -> jax.Array:
-        sequences = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-        y = _convolved(sequences, w, bias, before=before, save=save, **how)
-        return y.reshape(*batch, *y.shape[1:])
-
-    y = convolved(x, width - 1)
-    before = jnp.zeros((*batch, width - 1, channels), x.dtype) if state is None else state.astype(x.dtype)
-    if state is not None and width > 1 and length:
-        # Only the first results know the state: they are made apart, of few rows, and the others in place.
-        head = jnp.concatenate([before, x[..., : width - 1, :]], -2)
-        y = lax.dynamic_update_slice(y, convolved(head, 0), (0,) * y.ndim)
-    if not return_state:
-        return y
-    if width == 1:
-        return y, before
-    last = jnp.concatenate([before, x[..., 1 - width :, :]], -2)  # a symbolic length is not compared with the width
-    return y, last[..., 1 - width :, :]
+    return _sequences(x, w, bias, state, return_state=return_state, save=save, **how)
 
 
 def causal_conv1d_update(
@@ -145,23 +128,77 @@ def causal_conv1d_update(
     bias = None if bias is None else _checked(bias, "bias", x.shape[-1:], where)
     _checked(state, "state", (*x.shape[:-1], width - 1, x.shape[-1]), where)
     _, _, dtype, _ = promote(x, [w], None, where)
+    return _step(x, state, w, bias, activation=function, dtype=dtype)
+
+
+def _as_sequences(x: jax.Array, **_: Any) -> Callable[[Any], list[Any]]:
+    """Returns the division of a result over explicit mesh axes: as x, and a state's steps are whole."""
+
+    def lies(result: Any) -> list[Any]:
+        *batch, length, channels = (axes(x, i) for i in range(-x.ndim, 0))
+        return [*batch, length if result.shape == x.shape else None, channels]
+
+    return lies
+
+
+@automatic(_as_sequences, on_automatic_axes)
+def _sequences(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, state: jax.Array | None, *, return_state: bool, **how: Any
+) -> Any:
+    *batch, length, channels = x.shape
+    width = len(w)
+
+    def convolved(x: jax.Array, before: int) -> jax.Array:
+        sequences = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+        y = _convolved(sequences, w, bias, before=before, **how)
+        return y.reshape(*batch, *y.shape[1:])
+
+    y = convolved(x, width - 1)
+    before = jnp.zeros((*batch, width - 1, channels), x.dtype) if state is None else state.astype(x.dtype)
+    if state is not None and width > 1 and length:
+        # Only the first results know the state: they are made apart, of few rows, and the others in place.
+        head = jnp.concatenate([before, x[..., : width - 1, :]], -2)
+        y = lax.dynamic_update_slice(y, convolved(head, 0), (0,) * y.ndim)
+    if not return_state:
+        return y
+    if width == 1:
+        return y, before
+    last = jnp.concatenate([before, x[..., 1 - width :, :]], -2)  # a symbolic length is not compared with the width
+    return y, last[..., 1 - width :, :]
+
+
+def _as_step(x: jax.Array, **_: Any) -> Callable[[Any], list[Any]]:
+    """Returns the division of a result over explicit mesh axes: as x, and a state's steps are whole."""
+
+    def lies(result: Any) -> list[Any]:
+        *batch, channels = (axes(x, i) for i in range(-x.ndim, 0))
+        return [*batch, *[None] * (result.ndim - x.ndim), channels]
+
+    return lies
+
+
+@automatic(_as_step, on_automatic_axes)
+def _step(
+    x: jax.Array,
+    state: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+    dtype: np.dtype,
+) -> tuple[jax.Array, jax.Array]:
     wide = dot_precision.accumulator(dtype, dtype)
     acc = x.astype(wide) * w[-1].astype(wide)
-    for k in range(width - 1):
+    for k in range(len(w) - 1):
         acc = acc + state[..., k, :].astype(wide) * w[k].astype(wide)
     acc = acc if bias is None else _plus(acc, bias)
     rows = acc if acc.ndim > 1 else acc[None]
-    function, _ = _elementwise(function, abstract_accumulator(wide, jax.typeof(rows)), where)
+    function, _ = _elementwise(activation, abstract_accumulator(wide, jax.typeof(rows)), "causal_conv1d_update")
     y = function(rows).reshape(acc.shape).astype(dtype)
     after = jnp.concatenate([state, x.astype(state.dtype)[..., None, :]], -2)[..., 1:, :]
     return y, after
 
 
-def _as_sequences(x: jax.Array, **_: Any) -> Callable[[Any], list[Any]]:
-    return lambda result: [axes(x, i) for i in range(-result.ndim, 0)]
-
-
-@automatic(_as_sequences, on_automatic_axes)
 def _convolved(
     x: jax.Array,
     w: jax.Array,

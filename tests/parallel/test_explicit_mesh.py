@@ -165,3 +165,46 @@ def test_convolution_of_whole_operands_is_divided_as_asked(spec):
     for ours, theirs in zip(all_of(cutjax), all_of(jax.lax), strict=True):
         assert jax.typeof(ours) == jax.typeof(theirs)
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("batched", [(0, None), (None, 0), (0, 0)])
+def test_a_batch_of_convolutions_stays_divided(batched):
+    """As under vmap over an axis that is not: results and gradients lie as the batch does."""
+    given = [
+        normal(i, (2, *s) if axis == 0 else s)
+        for i, (s, axis) in enumerate(zip(((1, 6, 4), (3, 4, 8)), batched, strict=True))
+    ]
+
+    def program(x, w):
+        fn = jax.vmap(lambda x, w: cutjax.conv(x, w, epilogue=jax.nn.silu), batched)
+        return fn(x, w), *jax.grad(lambda x, w: jnp.sum(fn(x, w) ** 2), (0, 1))(x, w)
+
+    without = jax.jit(program)(*given)
+    over = [jax.P("x") if axis == 0 else jax.P() for axis in batched]
+    with jax.set_mesh(mesh()):
+        there = [jax.device_put(x, spec) for x, spec in zip(given, over, strict=True)]
+        got = jax.jit(program)(*there)
+        assert [jax.typeof(y).sharding.spec[0] for y in got] == ["x", *(spec[0] if spec else None for spec in over)]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, without)
+
+
+@pytest.mark.parametrize("over", [(None, None, "x"), ("x",), (None, "x")])
+@pytest.mark.parametrize("whole", [True, False, None])
+def test_states_of_sequences_lie_as_they_do(over, whole):
+    """One that is given may lie otherwise, and may be none."""
+    x, w, state, after = (normal(i, shape) for i, shape in enumerate(((2, 6, 4), (3, 4), (2, 2, 4), (2, 4))))
+    state = None if whole is None else state
+
+    def program(x, w, state, after):
+        y, last = cutjax.causal_conv1d(x, w, state=state, activation="silu", return_state=True)
+        return y, last, *cutjax.causal_conv1d_update(after, last, w)
+
+    without = jax.jit(program)(x, w, state, after)
+    batch, length, channels = *over, *(None,) * (3 - len(over))
+    of_state = jax.P() if whole else jax.P(batch, None, channels)
+    with jax.set_mesh(mesh()):
+        there = None if whole is None else jax.device_put(state, of_state)
+        got = jax.jit(program)(jax.device_put(x, jax.P(*over)), w, there, jax.device_put(after, jax.P(batch, channels)))
+        found = [tuple(jax.typeof(y).sharding.spec) for y in got]
+    assert found == [(batch, length, channels), (batch, None, channels), (batch, channels), (batch, None, channels)]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, without)
