@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
-from cutjax.binding.rules import match_varying
+from cutjax.binding.rules import match_varying, with_rank
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.epilogue.trace import Traced, trace
 from cutjax.kernels.families import AnyConfig
@@ -188,9 +188,10 @@ def _step(
     dtype: np.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     wide = dot_precision.accumulator(dtype, dtype)
-    acc = x.astype(wide) * w[-1].astype(wide)
-    for k in range(len(w) - 1):
-        acc = acc + state[..., k, :].astype(wide) * w[k].astype(wide)
+    taps = [with_rank(tap, x.ndim) for tap in w.astype(wide)]
+    acc = x.astype(wide) * taps[-1]
+    for k, tap in enumerate(taps[:-1]):
+        acc = acc + state[..., k, :].astype(wide) * tap
     acc = acc if bias is None else _plus(acc, bias)
     rows = acc if acc.ndim > 1 else acc[None]
     function, _ = _elementwise(activation, abstract_accumulator(wide, jax.typeof(rows)), "causal_conv1d_update")
@@ -267,7 +268,7 @@ def _elementwise(
 
 
 def _plus(acc: jax.Array, *bias: jax.Array) -> jax.Array:
-    return acc + bias[0].astype(acc.dtype) if bias else acc
+    return acc + with_rank(bias[0].astype(acc.dtype), acc.ndim) if bias else acc
 
 
 def _activation(activation: Activation, where: str) -> Callable[[jax.Array], jax.Array]:

@@ -21,7 +21,7 @@ from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
 from cutjax.binding.partition import Rules, mark_of
 from cutjax.binding.placement import Placement, Rule
-from cutjax.binding.rules import batch_axis, is_linear, is_zero, match_varying
+from cutjax.binding.rules import batch_axis, is_linear, is_zero, match_varying, with_rank
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import ACC, Epilogue
 from cutjax.epilogue.trace import trace
@@ -93,7 +93,9 @@ def _forward(
     product = Convolution("forward", (length,), (width,), one, one, one, ((width - 1, 0),), channels)
 
     def finished(acc: jax.Array, *bias: jax.Array) -> jax.Array:
-        return activation.apply([functools.reduce(lambda acc, b: acc + b.astype(acc.dtype), bias, acc)])[0]
+        for b in bias:
+            acc = acc + with_rank(b.astype(acc.dtype), acc.ndim)
+        return activation.apply([acc])[0]
 
     params: dict[str, Any] = {"precision": precision, "backend": backend, "config": config, "save": "recompute"}
     return products.call(product, finished, Factors(x, [w[:, None]]), bias, out_dtype=dtype, **params)

@@ -165,6 +165,14 @@ def test_a_length_that_is_not_known():
         close(exported.call(x[:, :length], w, state), step(x[:, :length], w, state=state), 1e-6)
 
 
+def test_ranks_are_not_promoted():
+    """Whatever the user asks of jax, which names its own functions where it raises."""
+    x, w, bias = normal(0, (2, 6, 4)), normal(1, (3, 4)), normal(2, (4,))
+    with jax.numpy_rank_promotion("raise"):
+        jax.grad(lambda *args: cutjax.causal_conv1d(*args, activation="silu").sum(), (0, 1, 2))(x, w, bias)
+        cutjax.causal_conv1d_update(x[:, 0], x[:, 1:3], w, bias)
+
+
 def test_a_batch_of_weights():
     x, ws = integers(0, (3, 2, 6, 4)), integers(1, (3, 4, 4))
     found = jax.vmap(cutjax.causal_conv1d)(x, ws)
