@@ -121,6 +121,22 @@ def rows_by_columns(x: Any, w: Any, layout: str) -> Callable[[Any], list[Axes]]:
     return lies
 
 
+def batched(rank: int, *batches: Sequence[Axes]) -> jax.P:
+    """Returns how a result lies that has batch axes before others: those as the operands', and the others whole.
+
+    An axis over which ``jax.vmap`` maps stays divided so.
+
+    Args:
+      rank: of the other axes.
+      batches: what divides the batch axes of each operand.
+    """
+    found: list[Axes] = [None] * max(map(len, batches))
+    for batch in batches:
+        for i, over in enumerate(batch, len(found) - len(batch)):
+            found[i] = found[i] or over
+    return once([*found, *[None] * rank])
+
+
 def once(found: list[Axes]) -> jax.P:
     """Returns a spec in which each mesh axis is named once."""
     seen: set[str] = set()

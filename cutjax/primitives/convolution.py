@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from cutjax import dot_precision
-from cutjax.binding.explicit import once
+from cutjax.binding.explicit import batched
 from cutjax.binding.placement import Labels, Placement, batch_labels
 from cutjax.binding.rules import on_devices, on_mesh
 from cutjax.dot_precision import Canonical
@@ -112,8 +112,7 @@ class Convolution(Product):
         else:
             n = b.shape[-1] if self.form == "forward" else self.feature_groups * b.shape[-2]
             shape = (a.shape[-own], *self.grid, n)
-        batches = zip(*(x.sharding.spec[:-own] for x in (a, *rest)), strict=True)  # vmap may be over divided axes
-        spec = once([*(next(filter(None, each), None) for each in batches), *(None for _ in shape)])
+        spec = batched(len(shape), *(x.sharding.spec[:-own] for x in (a, *rest)))
         sharding = on_mesh(a, *rest).update(spec=spec)
         weak = all(x.weak_type for x in (a, *rest))
         return a.update(shape=(*batch, *shape), weak_type=weak, sharding=sharding)

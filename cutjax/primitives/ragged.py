@@ -22,6 +22,7 @@ from jax import lax
 
 from cutjax import dot_precision
 from cutjax.binding.define import define
+from cutjax.binding.explicit import batched
 from cutjax.binding.placement import Labels, Placement, batch_labels
 from cutjax.binding.rules import batch_axis, check_varying, is_zero, on_mesh, with_rank, zero_tangent
 from cutjax.dot_precision import Canonical
@@ -79,9 +80,11 @@ class _InGroups(Product):
         return dataclasses.replace(self, leading=leading), dataclasses.replace(factors, context=[sizes])
 
 
-def _tile(a: Any, shape: Sequence[int], *avals: Any) -> Any:
+def _tile(a: Any, shape: Sequence[int], rank: int, *ranked: tuple[Any, int]) -> Any:
+    """Returns the aval of a result of a rank besides batch axes, given the further operands and ranks of theirs."""
     # No weak type, as with lax.ragged_dot, whose sizes are strong.
-    sharding = on_mesh(a, *avals).update(spec=jax.P(*(None,) * len(shape)))
+    spec = batched(rank, a.sharding.spec[:-2], *(x.sharding.spec[:-own] for x, own in ranked))
+    sharding = on_mesh(a, *(x for x, _ in ranked)).update(spec=spec)
     return a.update(shape=tuple(shape), weak_type=False, sharding=sharding)
 
 
@@ -107,7 +110,8 @@ class Rows(_InGroups):
     def tile(self, a: Any, *rest: Any) -> Any:
         *ws, sizes = rest
         batch: Any = lax.broadcast_shapes(a.shape[:-2], *(w.shape[:-3] for w in ws), sizes.shape[:-1])
-        return _tile(a, (*batch, a.shape[-2], ws[0].shape[-1 if self.layout[1] == "n" else -2]), *ws)
+        n = ws[0].shape[-1 if self.layout[1] == "n" else -2]
+        return _tile(a, (*batch, a.shape[-2], n), 2, *((w, 3) for w in ws), (sizes, 1))
 
     def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
         *ws, sizes = rest
@@ -221,7 +225,8 @@ class Depth(_InGroups):
     def tile(self, a: Any, *rest: Any) -> Any:
         *bs, sizes = rest
         batch: Any = lax.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in bs), sizes.shape[:-1])
-        return _tile(a, (*batch, sizes.shape[-1] - self.leading, a.shape[-1], bs[0].shape[-1]), *rest)
+        shape = (*batch, sizes.shape[-1] - self.leading, a.shape[-1], bs[0].shape[-1])
+        return _tile(a, shape, 3, *((b, 2) for b in bs), (sizes, 1))
 
     def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
         *bs, sizes = rest
@@ -326,7 +331,8 @@ def _neutral(reduce: str, dtype: np.dtype) -> Any:
 def _spread_abstract(x: Any, sizes: Any, *, m: int, leading: bool, **_: Any) -> Any:
     check_varying(Rows.where, (x, sizes))
     batch = lax.broadcast_shapes(x.shape[:-3], sizes.shape[:-1])
-    return x.update(shape=(*batch, m, x.shape[-1]), sharding=x.sharding.update(spec=jax.P(*(None,) * (x.ndim - 1))))
+    spec = batched(2, x.sharding.spec[:-3], sizes.sharding.spec[:-1])
+    return x.update(shape=(*batch, m, x.shape[-1]), sharding=on_mesh(x, sizes).update(spec=spec))
 
 
 def _spread(x: jax.Array, sizes: jax.Array, *, m: int, leading: bool, **_: Any) -> jax.Array:

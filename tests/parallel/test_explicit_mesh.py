@@ -167,24 +167,37 @@ def test_convolution_of_whole_operands_is_divided_as_asked(spec):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+SIZES = np.array([3, 2, 1])
+BATCHED = {
+    "conv": (lambda x, w: cutjax.conv(x, w, epilogue=jax.nn.silu), (1, 6, 4), (3, 4, 8)),
+    "grouped_gemm": (lambda x, w: cutjax.grouped_gemm(x, w, SIZES, epilogue=jax.nn.silu), (6, 4), (3, 4, 8)),
+    "grouped_outer": (lambda x, dy: cutjax.grouped_outer(x, dy, SIZES), (6, 4), (6, 8)),
+}
+
+
 @pytest.mark.parametrize("batched", [(0, None), (None, 0), (0, 0)])
-def test_a_batch_of_convolutions_stays_divided(batched):
-    """As under vmap over an axis that is not: results and gradients lie as the batch does."""
+@pytest.mark.parametrize("name", BATCHED)
+def test_batches_stay_divided(name, batched):
+    """Under vmap over an axis that is: results and gradients lie as the batch does."""
+    operation, *shapes = BATCHED[name]
     given = [
-        normal(i, (2, *s) if axis == 0 else s)
-        for i, (s, axis) in enumerate(zip(((1, 6, 4), (3, 4, 8)), batched, strict=True))
+        normal(i, shape if axis is None else (2, *shape))
+        for i, (shape, axis) in enumerate(zip(shapes, batched, strict=True))
     ]
 
-    def program(x, w):
-        fn = jax.vmap(lambda x, w: cutjax.conv(x, w, epilogue=jax.nn.silu), batched)
-        return fn(x, w), *jax.grad(lambda x, w: jnp.sum(fn(x, w) ** 2), (0, 1))(x, w)
+    def program(*args):
+        fn = jax.vmap(operation, batched)
+        return fn(*args), *jax.grad(lambda *args: jnp.sum(fn(*args) ** 2), (0, 1))(*args)
 
     without = jax.jit(program)(*given)
-    over = [jax.P("x") if axis == 0 else jax.P() for axis in batched]
     with jax.set_mesh(mesh()):
-        there = [jax.device_put(x, spec) for x, spec in zip(given, over, strict=True)]
+        there = [
+            jax.device_put(x, jax.P() if axis is None else jax.P("x")) for x, axis in zip(given, batched, strict=True)
+        ]
         got = jax.jit(program)(*there)
-        assert [jax.typeof(y).sharding.spec[0] for y in got] == ["x", *(spec[0] if spec else None for spec in over)]
+        first, *gradients = (jax.typeof(y).sharding.spec[0] for y in got)
+    assert first == "x"
+    assert gradients == [None if axis is None else "x" for axis in batched]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, without)
 
 
