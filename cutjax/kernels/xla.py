@@ -252,7 +252,9 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
 # multiples of 16 bytes Triton's kernel takes 5 ns for each of k, or the time of its bytes: of eleven with 1500 of k it
 # took 0.95 to 1.12 of both together, but for one of 64 columns, 0.78. Scores of one block of k cuBLAS writes at 0.87 of
 # the rate of a copy (seven at 0.84 to 0.9).
-LAUNCH_US, _US_OF_K, _FEW, _ONE_BLOCK, _STORE_SHARE = 2.0, 0.005, 16, 64, 0.87
+# Where decoding has 577 of k, an odd one, a line of launch and bytes tells no less than it took: 0.87 to 1.07 of large
+# ones, up to 1.6 of small ones (16 of 2 to 16 rows), where what is fitted tells less.
+LAUNCH_US, _US_OF_K, _FEW, _ONE_BLOCK, _STORE_SHARE, _ODD_K = 2.0, 0.005, 16, 64, 0.87, (3.0, 1.4)
 
 
 def _moving_us(p: Problem, copied: bool, byte_us: float) -> float:
@@ -260,11 +262,10 @@ def _moving_us(p: Problem, copied: bool, byte_us: float) -> float:
 
     Triton copies what it reads ahead by 4 bytes at least, so rows that are odd take longer.
     """
-    if copied and 1 < p.m <= _FEW and p.k % 2 == 0:
-        return math.hypot(LAUNCH_US + _US_OF_K * p.k, byte_us)
-    if not copied and p.k <= _ONE_BLOCK:
-        return LAUNCH_US + passing_us(p, READ_SHARE, _STORE_SHARE)
-    return math.inf
+    moving_us = LAUNCH_US + passing_us(p, READ_SHARE, _STORE_SHARE)
+    if copied and 1 < p.m <= _FEW:
+        return _ODD_K[0] + _ODD_K[1] * moving_us if p.k % 2 else math.hypot(LAUNCH_US + _US_OF_K * p.k, byte_us)
+    return moving_us if not copied and p.k <= _ONE_BLOCK else math.inf
 
 
 def _within(x: float) -> float:
