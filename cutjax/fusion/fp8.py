@@ -108,10 +108,9 @@ def _in_both_orders(eqns: list[Any], read: set[Any]) -> list[Any]:
 
 
 def _dense_float8(eqn: Any) -> Float8 | None:
-    """Returns the product of an equation that is a dense one in float8, in blocks."""
+    """Returns the product of an equation that is a dense one in float8."""
     product = eqn.params.get("product")
-    dense = isinstance(product, Float8) and isinstance(product.product, Dense)
-    return product if dense and product.recipe.name == "block" else None
+    return product if isinstance(product, Float8) and isinstance(product.product, Dense) else None
 
 
 def _operands(eqn: Any, product: Float8) -> list[tuple[Any, str, bool]]:

@@ -1,14 +1,16 @@
-"""Matrices quantized to float8 in one pass: the kernel, its plan, and the choice between it and XLA."""
+"""Matrices quantized to float8 in one pass, or two: the kernels, their plan, and the choice between them and XLA."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 
 from cutjax.dtypes import DTYPES, short
 from cutjax.kernels import reasons
@@ -38,7 +40,7 @@ class Problem:
       batch, rows, columns: sizes.
       dtype: of the matrices.
       to: of the values.
-      square: whether a scale is that of 128 x 128 elements; else of 128 along what is contiguous in the values.
+      block: the elements of a scale, across what is contiguous in the values and along it; -1 is the whole axis.
       own, turned: which values are written: as the matrix lies, its transpose, or both.
       device: which.
     """
@@ -48,16 +50,16 @@ class Problem:
     columns: int
     dtype: np.dtype
     to: np.dtype
-    square: bool
+    block: tuple[int, int]
     own: bool
     turned: bool
     device: Device
 
     @classmethod
-    def of(cls, x: Any, dtype: Any, square: bool, own: bool, turned: bool, device: Device) -> Problem:
+    def of(cls, x: Any, dtype: Any, block: tuple[int, int], own: bool, turned: bool, device: Device) -> Problem:
         """Makes one of the aval and the parameters of ``quantize_p``."""
         *batch, rows, columns = x.shape
-        return cls(tuple(batch), rows, columns, np.dtype(x.dtype), np.dtype(dtype), square, own, turned, device)
+        return cls(tuple(batch), rows, columns, np.dtype(x.dtype), np.dtype(dtype), block, own, turned, device)
 
     @property
     def arch(self) -> str:
@@ -68,6 +70,16 @@ class Problem:
     def elements(self) -> int:
         """The elements of all matrices."""
         return math.prod(self.batch) * self.rows * self.columns
+
+    @property
+    def square(self) -> bool:
+        """Whether a scale is of rows and columns; else of a part of one row of the values, or of all of it."""
+        return self.block[0] != 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether scales are of whole axes: a pass before finds the greatest magnitudes."""
+        return self.block[1] < 0
 
     @property
     def flops(self) -> int:
@@ -92,53 +104,77 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The kernel for a problem: text, arguments and launch."""
+    """The kernels for a problem: texts, arguments and launches."""
 
     problem: Problem
 
     @property
     def name(self) -> str:
-        """The entry symbol: dtypes, blocks, and which values are written."""
+        """The entry symbol of what quantizes: dtypes, blocks, and which values are written."""
+        return self._named("quantize", short(self.problem.to.name))
+
+    def _named(self, what: str, *to: str) -> str:
         p = self.problem
-        block = f"{BLOCK if p.square else 1}x{BLOCK}"
-        return f"quantize_{short(p.dtype.name)}_{short(p.to.name)}_{block}{'_own' * p.own}{'_turned' * p.turned}"
+        block = "x".join("all" if size < 0 else str(size) for size in p.block)
+        return "_".join([what, short(p.dtype.name), *to, block, *["own"] * p.own, *["turned"] * p.turned])
 
     @property
     def time_us(self) -> float:
         """Predicted microseconds."""
         p = self.problem
-        return LAUNCH_US + p.device.moving_us(p.bytes, SHARE_OF_BOTH if p.own and p.turned else SHARE)
+        us = LAUNCH_US + p.device.moving_us(p.bytes, SHARE_OF_BOTH if p.own and p.turned else SHARE)
+        if not p.whole:
+            return us
+        return us + 2 * LAUNCH_US + p.device.moving_us(p.elements * p.dtype.itemsize, SHARE)  # zeros, and maxima
 
     @property
-    def arguments(self) -> tuple[Argument, ...]:
-        """The arguments that the kernel takes, in order."""
-        return tuple(self._arguments())
+    def maxima(self) -> tuple[int, int]:
+        """How many greatest magnitudes a pass before finds: of matrices, or of rows, and of columns."""
+        p, matrices = self.problem, math.prod(self.problem.batch) * self.problem.whole
+        return (matrices, 0) if p.square else (matrices * p.rows * p.own, matrices * p.columns * p.turned)
 
-    def _arguments(self) -> Iterator[Argument]:
+    def _read(self) -> Iterator[Argument]:
+        """Yields the arguments of both kernels: matrices, and the greatest magnitudes where scales are of whole axes."""
         p = self.problem
         yield Argument("const char* x", Pointer(0))
-        at = 1
-        for there, prefix in ((p.own, ""), (p.turned, "turned_")):
-            yield Argument(f"char* {prefix}values", Pointer(at if there else 0))
-            yield Argument(f"float* {prefix}scales", Pointer(at + 1 if there else 0))
-            at += 2 * there
+        yield Argument("u32* most_of_rows", Pointer(int(p.whole)))
+        yield Argument("u32* most_of_columns", Pointer(int(p.whole), 4 * self.maxima[0] * bool(self.maxima[1])))
         yield integer("rows", p.rows)
         yield integer("columns", p.columns)
 
     @property
-    def entry(self) -> Entry:
-        """The launch."""
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arguments of the kernel that quantizes, in order."""
+        return (*self._read(), *self._written())
+
+    def _written(self) -> Iterator[Argument]:
+        p = self.problem
+        at = 1 + p.whole  # behind the zeros that maxima begin with
+        for there, prefix in ((p.own, ""), (p.turned, "turned_")):
+            yield Argument(f"char* {prefix}values", Pointer(at if there else 0))
+            yield Argument(f"float* {prefix}scales", Pointer(at + 1 if there else 0))
+            at += 2 * there
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The launches, in order."""
+        p = self.problem
+        quantizes = self._entry(self.name, self.arguments, "quantize/tile.cuh", self.shared_bytes)
+        if not p.whole:
+            return (quantizes,)
+        return self._entry(self._named("maxima"), tuple(self._read()), "quantize/maxima.cuh", 0), quantizes
+
+    def _entry(self, name: str, arguments: tuple[Argument, ...], file: str, shared_bytes: int) -> Entry:
         p = self.problem
         types = "".join(
             f"constexpr Dtype {name} = Dtype::{DTYPES[dtype.name].stored};\n"
             for name, dtype in (("OF", p.dtype), ("TO", p.to))
         )
-        parameters = f"#define PARAMETERS {', '.join(argument.declaration for argument in self.arguments)}\n"
-        parts = "common/atoms.cuh", *sources.MATH, "common/elements.cuh", types, parameters, "quantize/tile.cuh"
-        constants = {"SQUARE": p.square, "OWN": p.own, "TURNED": p.turned}
-        text = sources.source(self.name, constants, parts)
-        blocks = p.elements // BLOCK**2
-        return Entry(p, self.name, text, self.arguments, blocks, THREADS, self.shared_bytes)
+        parameters = f"#define PARAMETERS {', '.join(argument.declaration for argument in arguments)}\n"
+        common = "common/atoms.cuh", *sources.MATH, "common/elements.cuh", types, parameters, "quantize/elements.cuh"
+        constants = {"SQUARE": p.square, "WHOLE": p.whole, "OWN": p.own, "TURNED": p.turned}
+        text = sources.source(name, constants, (*common, file))
+        return Entry(p, name, text, arguments, p.elements // BLOCK**2, THREADS, shared_bytes)
 
     @property
     def shared_bytes(self) -> int:
@@ -147,16 +183,44 @@ class Kernel:
         return 4 * words + BLOCK**2 * self.problem.turned
 
     def call(self) -> Call:
-        """Returns the compiled kernel and the plan of its launch."""
-        entry = self.entry
-        return Call((entry.launch(entry.compile().image),))
+        """Returns the compiled kernels and the plan of their launches."""
+        launches = tuple(entry.launch(entry.compile().image) for entry in self.entries)
+        if not self.problem.whole:
+            return Call(launches)
+        maxima = jax.ShapeDtypeStruct((sum(self.maxima),), np.dtype(np.uint32))
+        return Call(
+            launches,
+            results=(*self.results, maxima),
+            finish=lambda written, _: written[:-1],
+            aliases=((1, len(self.results)),),
+            prepare=lambda given: [*given, lax.full(maxima.shape, 0, maxima.dtype)],
+        )
+
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays that the kernel writes: values and scales of each order."""
+        p = self.problem
+        each = ((p.rows, p.columns),) * p.own + ((p.columns, p.rows),) * p.turned
+        return tuple(
+            jax.ShapeDtypeStruct((*p.batch, *shape), dtype)
+            for sizes in each
+            for shape, dtype in ((sizes, p.to), (counts(sizes, p.block), np.dtype(np.float32)))
+        )
+
+
+def counts(sizes: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    """Returns how many scales the values of a matrix have along either axis."""
+    mn, k = (1 if step < 0 else size // step for size, step in zip(sizes, block, strict=True))
+    return mn, k
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, backend: str) -> Choice[Problem, Kernel]:
     """Returns the kernel that runs under a backend, or the reasons why XLA does."""
     one = tuple(why_not(problem)) or Kernel(problem)
-    return choice.fastest(problem, [one], "one pass", problem.device.moving_us(problem.bytes))
+    return choice.fastest(
+        problem, [one], "two passes" if problem.whole else "one pass", problem.device.moving_us(problem.bytes)
+    )
 
 
 def why_not(problem: Problem) -> list[str]:

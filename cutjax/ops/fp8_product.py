@@ -182,7 +182,7 @@ class Float8(Wrapped):
         role = self.roles[1 - i]
         first = x is g
         back, x, y = self._of(back, (GRADIENTS, role) if first else (role, GRADIENTS), x, y)
-        if isinstance(back, Float8) and isinstance(back.product, Dense) and self.recipe.name == "block":
+        if isinstance(back, Float8) and isinstance(back.product, Dense):
             gradient = back.product.tile(jax.typeof(x), jax.typeof(y))
             if self._wants(1 - i, jax.typeof(g), gradient):
                 back = dataclasses.replace(back, both=(first, not first))
@@ -305,11 +305,11 @@ def _quantized_us(x: Shaped, recipe: Recipe, role: str, last: bool, by_xla: bool
     Of gradients, which two products want in either order, a pass that writes both counts for half.
     """
     (shape, dtype), both = x, role == GRADIENTS
-    if recipe.name == "block" and not by_xla:
+    if not by_xla:
         aval = jax.ShapeDtypeStruct(shape, dtype)
-        square, to = role == WEIGHTS, np.dtype(recipe.dtype(role))
+        block, to = recipe.block(role), np.dtype(recipe.dtype(role))
         orders = {"own": last or both, "turned": not last or both}
-        choice = quantization.choose(quantization.Problem.of(aval, to, square, device=device, **orders), "auto")
+        choice = quantization.choose(quantization.Problem.of(aval, to, block, device=device, **orders), "auto")
         if choice.time_us is not None:
             return choice.time_us / (1 + both)
     moved = math.prod(shape) * (2 * dtype.itemsize + 1 + 2 * (not last))
@@ -352,9 +352,9 @@ def quantized(
     block = recipe.block(role)
     sizes = x.shape[-2:] if last else x.shape[:-3:-1]
     pads = [_padded(size, step) - size for size, step in zip(sizes, block, strict=True)]
-    if recipe.name == "block" and (last or turned) and not any(x.shape[i] % BLOCK for i in (-2, -1)):
+    if (last or turned) and not any(x.shape[i] % BLOCK for i in (-2, -1)):
         orders = {"own": last or both, "turned": not last or both}
-        how = {"dtype": np.dtype(recipe.dtype(role)), "square": role == WEIGHTS, "backend": backend}
+        how = {"dtype": np.dtype(recipe.dtype(role)), "block": block, "backend": backend}
         found = quantize_p.bind(x, **how, **orders)
         return Quantized(*(found[:2] if last else found[-2:]))
     if any(pads):

@@ -1,11 +1,12 @@
-"""Matrices quantized in blocks; and the primitive that does so to float8, in one pass where a kernel serves it.
+"""Matrices quantized in blocks; and the primitive that does so to float8, in a pass or two where a kernel serves it.
 
 Its operand is x [*B, r, c]. Its results, of those that are asked for: values [*B, r, c] and their scales, then values
-[*B, c, r] and theirs; scales are of 1 x 128 values, or of 128 x 128.
+[*B, c, r] and theirs; scales are of blocks of 1 x 128 values, 128 x 128, one row, or the whole matrix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ from cutjax.binding.rules import batch_axis
 from cutjax.dtypes import promoted
 from cutjax.kernels import quantization
 from cutjax.kernels.device import device_of
-from cutjax.kernels.quantization import BLOCK
 from cutjax.runtime.choice import Choice
 
 
@@ -65,24 +65,31 @@ def _rounded(scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.where(scale == 0, jnp.ones_like(scale), jnp.clip(found, least, float(info.max))).astype(dtype)
 
 
-def _abstract(x: Any, *, dtype: Any, square: bool, own: bool, turned: bool, **_: Any) -> list[Any]:
+def _abstract(x: Any, *, dtype: Any, block: tuple[int, int], own: bool, turned: bool, **_: Any) -> list[Any]:
     *batch, rows, columns = x.shape
     sharding = x.sharding.update(spec=jax.P(*(None,) * len(x.shape)))
     found = []
-    for mn, k in [(rows, columns)] * own + [(columns, rows)] * turned:
-        for shape, kind in (((mn, k), dtype), ((mn // BLOCK if square else mn, k // BLOCK), np.dtype(np.float32))):
+    for sizes in [(rows, columns)] * own + [(columns, rows)] * turned:
+        for shape, kind in ((sizes, dtype), (quantization.counts(sizes, block), np.dtype(np.float32))):
             found.append(x.update(shape=(*batch, *shape), dtype=kind, weak_type=False, sharding=sharding))
     return found
 
 
-def _reference(x: jax.Array, *, dtype: Any, square: bool, own: bool, turned: bool, **_: Any) -> list[jax.Array]:
+def _reference(
+    x: jax.Array, *, dtype: np.dtype, block: tuple[int, int], own: bool, turned: bool, **_: Any
+) -> list[jax.Array]:
     """Quantizes as it lies, and transposes what is of 8 bits: the values of squares are the same either way."""
-    mn, found = BLOCK if square else 1, []
+    found = []
     if own:
-        found += in_blocks(x, dtype, (mn, BLOCK), np.float32)
+        found += in_blocks(x, dtype, _sizes(x.shape[-2:], block), np.float32)
     if turned:
-        found += [y.mT for y in in_blocks(x, dtype, (BLOCK, mn), np.float32)]
+        found += [y.mT for y in in_blocks(x, dtype, _sizes(x.shape[-2:], block[::-1]), np.float32)]
     return found
+
+
+def _sizes(shape: Sequence[int], block: Sequence[int]) -> tuple[int, int]:
+    rows, columns = (size if step < 0 else step for size, step in zip(shape, block, strict=True))
+    return rows, columns
 
 
 def _choose(x: Any, *, backend: str, target: Target, **params: Any) -> Choice:

@@ -1,4 +1,4 @@
-"""The kernel that quantizes in one pass, run on the CPU: bit for bit as XLA has cutjax.quantize on a GPU."""
+"""The kernels that quantize, run on the CPU: bit for bit as XLA has cutjax.quantize on a GPU."""
 
 from __future__ import annotations
 
@@ -14,39 +14,49 @@ from cutjax.primitives.quantization import quantize_p
 from emulator import device
 
 ORDERS = {"own": (True, False), "turned": (False, True), "both": (True, True)}
-# rows, columns, dtype, of float8, square, arch
+LINES, SQUARES, ROWS, ALL = (1, 128), (128, 128), (1, -1), (-1, -1)
+# rows, columns, dtype, of float8, block, arch
 CASES = {
-    "lines": ((256, 384), "bfloat16", "float8_e4m3fn", False, "sm_90a"),
-    "squares": ((384, 256), "bfloat16", "float8_e4m3fn", True, "sm_90a"),
-    "gradients": ((128, 256), "float16", "float8_e5m2", False, "sm_90a"),
-    "float32": ((256, 128), "float32", "float8_e4m3fn", False, "sm_90a"),
-    "squares of float32": ((128, 256), "float32", "float8_e5m2", True, "sm_90a"),
-    "a batch": ((2, 128, 256), "bfloat16", "float8_e4m3fn", False, "sm_90a"),
-    "a batch of squares": ((3, 256, 128), "bfloat16", "float8_e4m3fn", True, "sm_90a"),
-    "Ada": ((128, 256), "bfloat16", "float8_e4m3fn", False, "sm_89"),
+    "lines": ((256, 384), "bfloat16", "float8_e4m3fn", LINES, "sm_90a"),
+    "squares": ((384, 256), "bfloat16", "float8_e4m3fn", SQUARES, "sm_90a"),
+    "gradients": ((128, 256), "float16", "float8_e5m2", LINES, "sm_90a"),
+    "float32": ((256, 128), "float32", "float8_e4m3fn", LINES, "sm_90a"),
+    "squares of float32": ((128, 256), "float32", "float8_e5m2", SQUARES, "sm_90a"),
+    "a batch": ((2, 128, 256), "bfloat16", "float8_e4m3fn", LINES, "sm_90a"),
+    "a batch of squares": ((3, 256, 128), "bfloat16", "float8_e4m3fn", SQUARES, "sm_90a"),
+    "rows": ((256, 384), "bfloat16", "float8_e4m3fn", ROWS, "sm_90a"),
+    "a batch of rows": ((2, 256, 128), "float32", "float8_e5m2", ROWS, "sm_90a"),
+    "a matrix": ((256, 384), "bfloat16", "float8_e5m2", ALL, "sm_90a"),
+    "a batch of matrices": ((3, 128, 256), "float16", "float8_e4m3fn", ALL, "sm_90a"),
+    "Ada": ((128, 256), "bfloat16", "float8_e4m3fn", LINES, "sm_89"),
 }
 
 
-def numbers(shape, dtype):
-    """Of many magnitudes, with blocks of zeros, numbers that are not finite, the greatest and the least."""
+def numbers(shape, dtype, block):
+    """Of many magnitudes, with blocks of zeros, numbers that are not finite, the greatest and the least.
+
+    Where one scale is for all of a matrix, only the last of several has such numbers.
+    """
     rng = np.random.default_rng(0)
-    x = rng.standard_normal(shape) * np.exp(4 * rng.standard_normal((*shape[:-1], 1)))
+    most = float(jnp.finfo(dtype).max)
+    x = np.clip(rng.standard_normal(shape) * np.exp(4 * rng.standard_normal((*shape[:-1], 1))), -most, most)
     x[..., :8, :128] = 0
-    x[..., 11, 5], x[..., 12, 77], x[..., 13, 120] = np.nan, np.inf, -np.inf
-    x[..., 21, 0], x[..., 22, :] = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).tiny)
+    some = x if block != ALL else x.reshape(-1, *shape[-2:])[1:][-1:]
+    some[..., 11, 5], some[..., 12, 77], some[..., 13, 120] = np.nan, np.inf, -np.inf
+    some[..., 21, 0], x[..., 22, :] = most, float(jnp.finfo(dtype).tiny)
     x[..., 23, 1::2] = -0.0
     return np.asarray(x, np.dtype(dtype))
 
 
-def expected(x, to, square, own, turned):
+def expected(x, to, block, own, turned):
     """By numpy, as XLA has it on a GPU: quotients are products with a reciprocal."""
     found, most = [], np.float32(1) / np.float32(jnp.finfo(to).max)
     for there, of in ((own, x), (turned, np.swapaxes(x, -1, -2))):
         if not there:
             continue
-        mn = 128 if square else 1
         *batch, r, c = of.shape
-        blocks = of.astype(np.float32).reshape(*batch, r // mn, mn, c // 128, 128)
+        mn, k = (size if step < 0 else step for size, step in zip((r, c), block, strict=True))
+        blocks = of.astype(np.float32).reshape(*batch, r // mn, mn, c // k, k)
         greatest = np.abs(blocks).max((-3, -1), keepdims=True)
         with np.errstate(invalid="ignore"):
             scale = np.where(np.isfinite(greatest), greatest * most, np.nan)
@@ -71,18 +81,22 @@ def same(got, wanted):
 @pytest.mark.parametrize("orders", ORDERS)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_scales(name, orders):
-    shape, dtype, to, square, arch = CASES[name]
+    shape, dtype, to, block, arch = CASES[name]
     own, turned = ORDERS[orders]
-    x = numbers(shape, jnp.dtype(dtype))
-    params = {"dtype": jnp.dtype(to), "square": square, "own": own, "turned": turned}
+    x = numbers(shape, jnp.dtype(dtype), block)
+    params = {"dtype": jnp.dtype(to), "block": block, "own": own, "turned": turned}
     kernel = quantization.Kernel(quantization.Problem.of(x, **params, device=reference(arch)))
     assert not quantization.why_not(kernel.problem)
     xla = [np.asarray(y) for y in jax.jit(lambda x: quantize_p.bind(x, **params, backend="xla"))(x)]
     with device.emulated():
         call = kernel.call()
     machine = device.Machine(seed=1, eagerness=3)
-    got = machine.execute(call, [x], [device.poison(y.shape, y.dtype) for y in xla])
-    same(got, expected(x, to, square, own, turned))
+    given = [np.asarray(y) for y in call.prepare([x])] if call.prepare else [x]
+    memory = [device.poison(y.shape, y.dtype) for y in call.results or xla]
+    for argument, result in call.aliases:
+        memory[result] = given[argument]
+    got = machine.execute(call, given, memory)[: len(xla)]
+    same(got, expected(x, to, block, own, turned))
     # XLA flushes subnormal numbers on a CPU, and rounds quotients as its version has it: to a neighbour at most.
     for i in range(0, len(got), 2):
         (values, scales), (others, of_others) = got[i : i + 2], xla[i : i + 2]

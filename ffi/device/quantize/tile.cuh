@@ -1,35 +1,9 @@
-// A kernel of its own: matrices quantized to float8, each element read once. A block of threads has a tile of TILE x
-// TILE elements, a thread EDGE x EDGE of them, in registers. It writes values as they lie (OWN), their transpose
-// (TURNED), or both, and their scales: of whole tiles where they are SQUARE, else of each line of TILE elements along
-// what is contiguous in the values written.
-//
-// A magnitude is compared as its bits, an unsigned integer, of 16 bits two at once; a NaN's are greater than
-// infinity's. Scales and quotients are what XLA makes on a GPU, to the bit: 1 / LARGEST is rounded before it
-// multiplies, and div.full is a product with an approximate reciprocal wherever the divisor is no subnormal number.
+// A kernel of its own: matrices quantized to float8, each element read once. A block of threads writes the values of
+// its tile as they lie (OWN), their transpose (TURNED), or both, and their scales: of the tile where they are SQUARE,
+// else of each line of TILE elements along what is contiguous in the values written. Where they are of WHOLE matrices
+// and lines, a pass before has found the greatest magnitudes. What that has read last is then read first, from L2.
 
-constexpr int TILE = 128, EDGE = 8, THREADS = 256, WARPS = THREADS / 32, LINES = TILE / EDGE;
-constexpr bool HALVES = SIZE<OF> == 2;
-constexpr int WORDS_OF_EDGE = HALVES ? EDGE / 2 : EDGE;
 constexpr float INVERSE = 1.0f / (TO == Dtype::e4m3 ? 448.0f : 57344.0f);
-
-// ---- magnitudes ----
-
-DEVICE u32 magnitude(u32 word) { return word & (HALVES ? 0x7fff7fff : 0x7fffffff); }
-
-// The greater of each half, or of the whole.
-DEVICE u32 greater(u32 a, u32 b) {
-  if constexpr (!HALVES) return max(a, b);
-#if __CUDA_ARCH__ >= 900
-  u32 found;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-  return found;
-#else
-  return max(a & 0xffff, b & 0xffff) | max(a & 0xffff0000, b & 0xffff0000);
-#endif
-}
-
-// The greater half, or the whole.
-DEVICE u32 greatest_of(u32 word) { return HALVES ? max(word & 0xffff, word >> 16) : word; }
 
 DEVICE float float_of(u32 bits) {
   if constexpr (OF == Dtype::f16) {
@@ -45,32 +19,6 @@ DEVICE float scale_of(u32 bits) {
   if (!is_finite(most)) return __uint_as_float(0x7fffffff);
   return scale == 0.0f ? 1.0f : fmaxf(scale, 0x1p-126f);
 }
-
-// ---- a thread's elements ----
-
-struct Elements {
-  u32 words[EDGE][WORDS_OF_EDGE];
-
-  DEVICE void load(const char* p, i64 pitch) {
-#pragma unroll
-    for (int i = 0; i < EDGE; ++i)
-#pragma unroll
-      for (int j = 0; j < WORDS_OF_EDGE; j += 4) {
-        Bytes16 v = ld_global_v4(reinterpret_cast<const u32*>(p + i * pitch) + j);
-        words[i][j] = v.x, words[i][j + 1] = v.y, words[i][j + 2] = v.z, words[i][j + 3] = v.w;
-      }
-  }
-
-  DEVICE float at(int i, int j) const {
-    if constexpr (!HALVES) {
-      return __uint_as_float(words[i][j]);
-    } else if constexpr (OF == Dtype::f16) {
-      return f16_to_f32(words[i][j / 2] >> 16 * (j % 2) & 0xffff);
-    } else {
-      return __uint_as_float(j % 2 ? words[i][j / 2] & 0xffff0000 : words[i][j / 2] << 16);
-    }
-  }
-};
 
 // Four floats as float8, the first lowest.
 DEVICE u32 narrow(float a, float b, float c, float d) {
@@ -91,90 +39,73 @@ constexpr int RESIDENT = !HALVES ? 2 : OWN && TURNED ? 3 : 4;  // blocks on an S
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) KERNEL(PARAMETERS) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  u32* most_of_columns = reinterpret_cast<u32*>(shared_memory);   // [WARPS][LINES][WORDS_OF_EDGE]
-  u32* most_of_rows = most_of_columns + TILE * WORDS_OF_EDGE;     // [TILE]; of warps where scales are of squares
-  float* by_row = reinterpret_cast<float*>(most_of_rows + TILE);  // [TILE] reciprocals of scales
-  float* by_column = by_row + TILE;                               // [TILE]
-  u32 turned = shared_address(by_column + TILE);                  // [TILE][TILE] bytes
+  Maxima maxima;
+  maxima.of_columns = reinterpret_cast<u32*>(shared_memory);
+  maxima.of_rows = maxima.of_columns + TILE * WORDS_OF_EDGE;
+  float* by_row = reinterpret_cast<float*>(maxima.of_rows + TILE);  // [TILE] reciprocals of scales
+  float* by_column = by_row + TILE;                                 // [TILE]
+  u32 turned = shared_address(by_column + TILE);                    // [TILE][TILE] bytes
 
-  int across = columns / TILE, tiles = rows / TILE * across;
-  int matrix = blockIdx.x / tiles, tile = blockIdx.x % tiles, row = tile / across * TILE, column = tile % across * TILE;
-  int edge = threadIdx.x % LINES, line = threadIdx.x / LINES, warp = threadIdx.x / 32;
-  i64 first = static_cast<i64>(matrix) * rows * columns;
-  i64 first_scale = first / TILE / (SQUARE ? TILE : 1);
+  Place at(WHOLE ? gridDim.x - 1 - blockIdx.x : blockIdx.x, rows, columns);
+  i64 place = at.first(rows, columns), first = static_cast<i64>(at.matrix) * rows * columns;
+  i64 first_row = static_cast<i64>(at.matrix) * rows + at.row;  // of all matrices
+  i64 first_column = static_cast<i64>(at.matrix) * columns + at.column;
+  int across = columns / TILE, down = rows / TILE;
 
   Elements elements;
-  i64 place = first + static_cast<i64>(row + line * EDGE) * columns + column + edge * EDGE;
   elements.load(x + place * SIZE<OF>, static_cast<i64>(columns) * SIZE<OF>);
-
-  // The greatest of each row and column that this thread has a part of.
-  u32 of_rows[EDGE], of_columns[WORDS_OF_EDGE] = {};
-#pragma unroll
-  for (int i = 0; i < EDGE; ++i) {
-    of_rows[i] = 0;
-#pragma unroll
-    for (int j = 0; j < WORDS_OF_EDGE; ++j) {
-      u32 word = magnitude(elements.words[i][j]);
-      of_rows[i] = greater(of_rows[i], word);
-      of_columns[j] = greater(of_columns[j], word);
-    }
-  }
+  if constexpr (!WHOLE) maxima.find(elements);
   float by_square = 0.0f;
   if constexpr (SQUARE) {
-    u32 most = 0;
-#pragma unroll
-    for (int j = 0; j < WORDS_OF_EDGE; ++j) most = greater(most, of_columns[j]);
-    most = __reduce_max_sync(~0u, greatest_of(most));
-    u32 most_of_warps = shared_address(most_of_rows);
-    if (threadIdx.x % 32 == 0) st_shared_u32(most_of_warps + 4 * warp, most);
-    __syncthreads();
-    most = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; ++i) most = max(most, ld_shared_u32(most_of_warps + 4 * i));
-    float scale = scale_of(most);
+    float scale;
+    if constexpr (WHOLE) {
+      scale = scale_of(most_of_rows[at.matrix]);
+    } else {
+      scale = scale_of(maxima.of_tile());
+    }
     by_square = rcp_approx(scale);
-    if (threadIdx.x == 0) {
-      int down = rows / TILE, i = row / TILE, j = column / TILE;
-      if constexpr (OWN) scales[first_scale + i * across + j] = scale;
-      if constexpr (TURNED) turned_scales[first_scale + j * down + i] = scale;
+    if (threadIdx.x == 0 && (!WHOLE || at.row + at.column == 0)) {
+      i64 matrix = static_cast<i64>(at.matrix) * (WHOLE ? 1 : across * down);
+      int i = at.row / TILE, j = at.column / TILE;
+      if constexpr (OWN) scales[matrix + i * across + j] = scale;
+      if constexpr (TURNED) turned_scales[matrix + j * down + i] = scale;
     }
   } else {
-    if constexpr (OWN) {
-      constexpr int COUNT = HALVES ? EDGE / 2 : EDGE;  // two rows in a word
-      u32 most[COUNT];
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) {
-        most[i] = of_rows[i];
-        if constexpr (HALVES) most[i] = greatest_of(of_rows[2 * i]) | greatest_of(of_rows[2 * i + 1]) << 16;
-#pragma unroll
-        for (int other = 1; other < LINES; other *= 2) most[i] = greater(most[i], __shfl_xor_sync(~0u, most[i], other));
-      }
-#pragma unroll
-      for (int i = 0; i < EDGE; ++i)
-        if (edge == i) most_of_rows[line * EDGE + i] = HALVES ? most[i / 2] >> 16 * (i % 2) & 0xffff : most[i];
+    if constexpr (!WHOLE) {
+      if constexpr (OWN) maxima.write_rows(at.edge, at.line);
+      if constexpr (TURNED) maxima.write_columns(at.edge);
+      __syncthreads();
     }
-    if constexpr (TURNED) {
-#pragma unroll
-      for (int j = 0; j < WORDS_OF_EDGE; ++j) {
-        u32 most = greater(of_columns[j], __shfl_xor_sync(~0u, of_columns[j], LINES));
-        if (threadIdx.x % 32 < LINES) most_of_columns[(warp * LINES + edge) * WORDS_OF_EDGE + j] = most;
-      }
-    }
-    __syncthreads();
     int i = threadIdx.x % TILE;
     if (OWN && threadIdx.x < TILE) {
-      float scale = scale_of(most_of_rows[i]);
+      u32 most;
+      if constexpr (WHOLE) {
+        most = most_of_rows[first_row + i];
+      } else {
+        most = maxima.of_row(i);
+      }
+      float scale = scale_of(most);
       by_row[i] = rcp_approx(scale);
-      scales[first_scale + static_cast<i64>(row + i) * across + column / TILE] = scale;
+      if constexpr (!WHOLE) {
+        scales[(first_row + i) * across + at.column / TILE] = scale;
+      } else if (at.column == 0) {
+        scales[first_row + i] = scale;
+      }
     }
     if (TURNED && threadIdx.x >= TILE) {
-      u32 most = 0;
-#pragma unroll
-      for (int j = 0; j < WARPS; ++j)
-        most = greater(most, most_of_columns[j * LINES * WORDS_OF_EDGE + (HALVES ? i / 2 : i)]);
-      float scale = scale_of(HALVES ? most >> 16 * (i % 2) & 0xffff : most);
+      u32 most;
+      if constexpr (WHOLE) {
+        most = most_of_columns[first_column + i];
+      } else {
+        most = maxima.of_column(i);
+      }
+      float scale = scale_of(most);
       by_column[i] = rcp_approx(scale);
-      turned_scales[first_scale + static_cast<i64>(column + i) * (rows / TILE) + row / TILE] = scale;
+      if constexpr (!WHOLE) {
+        turned_scales[(first_column + i) * down + at.row / TILE] = scale;
+      } else if (at.row == 0) {
+        turned_scales[first_column + i] = scale;
+      }
     }
     __syncthreads();
   }
@@ -182,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) KERNEL(PARAMETER
   if constexpr (OWN) {
 #pragma unroll
     for (int i = 0; i < EDGE; ++i) {
-      float by = SQUARE ? by_square : by_row[line * EDGE + i];
+      float by = SQUARE ? by_square : by_row[at.line * EDGE + i];
       u32 words[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j)
@@ -194,13 +125,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) KERNEL(PARAMETER
   if constexpr (TURNED) {
 #pragma unroll
     for (int j = 0; j < EDGE; ++j) {
-      float by = SQUARE ? by_square : by_column[edge * EDGE + j];
+      float by = SQUARE ? by_square : by_column[at.edge * EDGE + j];
       u32 words[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         words[i] = narrow(elements.at(4 * i, j) * by, elements.at(4 * i + 1, j) * by, elements.at(4 * i + 2, j) * by,
                           elements.at(4 * i + 3, j) * by);
-      st_shared_v2(turned + slot(edge * EDGE + j, line), words[0], words[1]);
+      st_shared_v2(turned + slot(at.edge * EDGE + j, at.line), words[0], words[1]);
     }
     __syncthreads();
     constexpr int PIECES = TILE / 16, AT_ONCE = THREADS / PIECES;  // of 16 bytes in a column; columns
@@ -210,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) KERNEL(PARAMETER
       int of = i + threadIdx.x / PIECES;
       Bytes16 v = ld_shared_v4(turned + (slot(of, 2 * piece) & ~15u));
       bool swapped = i >= TILE / 2;  // the eights of columns in the tile's other half lie the other way round
-      st_global_v4(turned_values + first + static_cast<i64>(column + of) * rows + row + piece * 16,
+      st_global_v4(turned_values + first + static_cast<i64>(at.column + of) * rows + at.row + piece * 16,
                    swapped ? Bytes16{v.z, v.w, v.x, v.y} : v);
     }
   }
