@@ -48,13 +48,25 @@ def quantized(jaxpr: Any, fp8: Recipes, scope: str) -> tuple[Any, list[Report], 
     """Returns a program with float8 products in the place of some, a report of each, and why others are none.
 
     These are of two arrays of one dtype of 16 bits, dense or of rows in groups: batched ones, as attention's, have no
-    weights, and what is computed in float32 is so for a reason.
+    weights, and what is computed in float32 is so for a reason. What one product has quantized costs another nothing:
+    of those that are not worth it by themselves some are then.
 
     Args:
       jaxpr: the program.
       fp8: as ``cutjax.fuse`` has it.
       scope: the names of the scopes that the program is in.
     """
+    made: set[Any] = set()
+    found = _converted(jaxpr, fp8, scope, made)
+    return _converted(jaxpr, fp8, scope, made) if made and found[2] else found
+
+
+def _converted(jaxpr: Any, fp8: Recipes, scope: str, passes: set[Any]) -> tuple[Any, list[Report], dict[Any, str]]:
+    """Does so, where the ``passes`` are already made, and adds those of its products."""
+
+    def is_made(x: Any, shape: tuple[int, ...], role: str, last: bool) -> bool:
+        return (_key(sources, x, shape, role), last) in passes
+
     eqns: list[Any] = []
     reports, wide = [], {}
     backward: set[Any] = set()  # what is made in backward passes
@@ -68,12 +80,14 @@ def quantized(jaxpr: Any, fp8: Recipes, scope: str) -> tuple[Any, list[Report], 
         is_backward = _is_backward(f"{scope}/{eqn.source_info.name_stack}")
         if may_be_float8(eqn) and not is_marked(eqn):
             turn = turns.get(eqn.outvars[0]) if is_backward else None
-            made = _made(eqn, turn, fp8, is_backward, backward)
+            made = _made(eqn, turn, fp8, is_backward, backward, is_made)
             if isinstance(made, str):
                 wide[eqn.outvars[0]], made = made, None
             elif made is not None:
                 made, why = made
                 reports.append(Report(eqn, "float8", why))
+                sources |= _sources(made)
+                passes |= _passes(made, sources)
                 if turn is not None:
                     done |= {*turn.outvars}
         if is_backward and made is None and eqn.primitive.name != "reshape":
@@ -95,16 +109,26 @@ def _in_both_orders(eqns: list[Any], read: set[Any]) -> list[Any]:
     for eqn in eqns:
         if (product := _dense_float8(eqn)) is not None:
             for x, role, last in _operands(eqn, product):
-                orders.setdefault(_key(sources, x, role), set()).add(last)
+                orders.setdefault(_key(sources, x, x.aval.shape, role), set()).add(last)
     found = []
     for eqn in eqns:
         if (product := _dense_float8(eqn)) is not None:
-            keys = [_key(sources, x, role) for x, role, _ in _operands(eqn, product)]
+            keys = [_key(sources, x, x.aval.shape, role) for x, role, _ in _operands(eqn, product)]
             of_a, *of_bs = (len(orders[key]) > 1 and (key[2] != ACTIVATIONS or key[0] not in read) for key in keys)
             product = dataclasses.replace(product, both=(of_a, all(of_bs)))
             eqn = eqn.replace(params={**eqn.params, "product": product})
         found.append(eqn)
     return found
+
+
+def _passes(eqns: list[Any], sources: dict[Any, Any]) -> set[Any]:
+    """Returns what products have quantized, and whether along its last axis."""
+    found = [(eqn, product) for eqn in eqns if (product := _dense_float8(eqn)) is not None]
+    return {
+        (_key(sources, x, x.aval.shape, role), last)
+        for eqn, product in found
+        for x, role, last in _operands(eqn, product)
+    }
 
 
 def _dense_float8(eqn: Any) -> Float8 | None:
@@ -132,9 +156,9 @@ def _source(sources: dict[Any, Any], x: Any) -> Any:
     return x
 
 
-def _key(sources: dict[Any, Any], x: Any, role: str) -> tuple[Any, Any, str]:
+def _key(sources: dict[Any, Any], x: Any, shape: tuple[int, ...], role: str) -> tuple[Any, Any, str]:
     """Returns the array of an operand, as which matrix it is multiplied, and its role: by these it is quantized."""
-    return _source(sources, x), x.aval.shape[-2:], role
+    return _source(sources, x), shape[-2:], role
 
 
 def _turns(jaxpr: Any) -> dict[Any, Any]:
@@ -158,11 +182,12 @@ def _turns(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _made(
-    eqn: Any, turn: Any, fp8: Recipes, is_backward: bool, backward: set[Any]
+    eqn: Any, turn: Any, fp8: Recipes, is_backward: bool, backward: set[Any], is_made: Callable[..., bool]
 ) -> tuple[list[Any], str] | str | None:
     """Returns the equations of a float8 product and its recipe, why it is none, or None of what is none of these.
 
-    Where an equation transposes it, these are of what that makes.
+    Where an equation transposes it, these are of what that makes. Another product has an array, of a shape, in a role,
+    quantized along its last axis or not where it ``is_made``.
     """
     lhs, rhs = (x.aval for x in eqn.invars[:2])
     params = eqn.params
@@ -180,9 +205,13 @@ def _made(
         if turn is not None:
             numbers, result, (x, y), of = tuple(pair[::-1] for pair in numbers), turn, (y, x), (of[1], of[0])
         precision = params["precision"]
-        if why := function.why_not(x.aval, y.aval, numbers, precision, result.outvars[0].aval, of):
+
+        def already(i: int, *how: Any) -> bool:
+            return is_made((x, y)[i], *how)
+
+        if why := function.why_not(x.aval, y.aval, numbers, precision, result.outvars[0].aval, of, already):
             return why
-        how = numbers, precision, params["preferred_element_type"], params["out_sharding"], of
+        how = numbers, precision, params["preferred_element_type"], params["out_sharding"], of, already
         made = in_place_of(result, lambda x, y: function.of_roles(x, y, *how), [x, y])
     else:
         found: list[str] = []

@@ -134,7 +134,7 @@ class Kernel:
         return (matrices, 0) if p.square else (matrices * p.rows * p.own, matrices * p.columns * p.turned)
 
     def _read(self) -> Iterator[Argument]:
-        """Yields the arguments of both kernels: matrices, and the greatest magnitudes where scales are of whole axes."""
+        """Yields what both kernels read: matrices, and the greatest magnitudes where scales are of whole axes."""
         p = self.problem
         yield Argument("const char* x", Pointer(0))
         yield Argument("u32* most_of_rows", Pointer(int(p.whole)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from cutjax.runtime import backends
 RECIPES = {"tensor": "float8_e5m2", "row": "float8_e4m3fn", "block": "float8_e4m3fn"}
 POLICIES = ("auto", "always")
 _WIDE = ("bfloat16", "float16", "float32")
+# Whether another product has one of two arrays quantized: told which, its shape, its role, and if along its last axis.
+Made = Callable[[int, tuple[int, ...], str, bool], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +57,17 @@ class Fp8DotGeneral:
         )
 
     def of_roles(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, dtype: Any, out_sharding: Any, roles: Roles
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any,
+        dtype: Any,
+        out_sharding: Any,
+        roles: Roles,
+        made: Made = lambda *_: False,
     ) -> jax.Array:
-        """Returns the product of operands that are what the roles say."""
+        """Returns the product of operands that are what the roles say; of what is ``made``, as ``why_not`` has it."""
         lhs, rhs = unwrapped(lhs), unwrapped(rhs)
 
         def of_lax(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -68,7 +78,7 @@ class Fp8DotGeneral:
         (out,) = jax.make_jaxpr(of_lax)(lhs, rhs).out_avals  # says what is wrong with the rest
         lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
         how = dot_precision.canonical(precision, "fp8_dot_general")
-        if self.why_not(lhs, rhs, dimension_numbers, how, out, roles):
+        if self.why_not(lhs, rhs, dimension_numbers, how, out, roles, made):
             return of_lax(lhs, rhs)
         dims: Any = tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)
         return _planned(lhs, rhs, dims, self.recipe, roles, out)
@@ -94,8 +104,17 @@ class Fp8DotGeneral:
         why = why_wide(self.recipe, roles, product, groups, of_a, of_b, backend)
         return why or Float8(product, self.recipe, roles, backend, groups)
 
-    def why_not(self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, out: Any, roles: Roles) -> str:
-        """Returns the reason why a product of two arrays or avals is not quantized, or ""."""
+    def why_not(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any,
+        out: Any,
+        roles: Roles,
+        made: Made = lambda *_: False,
+    ) -> str:
+        """Returns the reason why a product of two arrays or avals is not quantized, or ""; what is ``made`` is free."""
         if lhs.dtype.name not in _WIDE or rhs.dtype.name not in _WIDE or out.dtype.name not in _WIDE:
             return f"float8 is made of {', '.join(_WIDE)}, got {lhs.dtype} and {rhs.dtype}"
         if not _is_default(precision):
@@ -110,7 +129,9 @@ class Fp8DotGeneral:
         roles = (roles[1], roles[0]) if plan.swapped else roles
         backend = backends.resolve(None, "fp8_dot_general")
         shaped = (plan.a.shape, np.dtype(a.dtype)), (plan.b.shape, np.dtype(b.dtype))
-        return why_wide(self.recipe, roles, Dense(plan.layout), 0, *shaped, backend)
+        of_a = made(int(plan.swapped), plan.a.shape, roles[0], plan.layout[0] == "n")
+        of_b = made(int(not plan.swapped), plan.b.shape, roles[1], plan.layout[1] == "t")
+        return why_wide(self.recipe, roles, Dense(plan.layout), 0, *shaped, backend, (of_a, of_b))
 
 
 Float8Recipe = str | Fp8DotGeneral | None

@@ -227,7 +227,16 @@ def layout_of(product: Product) -> str:
 Shaped = tuple[tuple[int, ...], np.dtype]
 
 
-def why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Shaped, b: Shaped, backend: str) -> str:
+def why_wide(
+    recipe: Recipe,
+    roles: Roles,
+    product: Product,
+    groups: int,
+    a: Shaped,
+    b: Shaped,
+    backend: str,
+    made: tuple[bool, bool] = (False, False),
+) -> str:
     """Returns the reason why a product is not predicted to be faster in float8, or "".
 
     Args:
@@ -238,16 +247,26 @@ def why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Sha
       a: the shape and dtype of the first factor.
       b: those of the second.
       backend: as in ``cutjax.gemm``.
+      made: of a and of b, whether another product has it quantized so, which then costs nothing.
     """
     if recipe.policy == "always":
         return ""
     if backend == "xla":
         return "XLA has no products of float8 with such scales" if recipe.name == "block" else ""
-    return _why_wide(recipe, roles, product, groups, a, b, device_of(lowering.target()))
+    return _why_wide(recipe, roles, product, groups, a, b, device_of(lowering.target()), made)
 
 
 @functools.lru_cache(maxsize=4096)
-def _why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Shaped, b: Shaped, device: Device) -> str:
+def _why_wide(
+    recipe: Recipe,
+    roles: Roles,
+    product: Product,
+    groups: int,
+    a: Shaped,
+    b: Shaped,
+    device: Device,
+    made: tuple[bool, bool] = (False, False),
+) -> str:
     layout, (a, b) = layout_of(product), _aligned(product, a, b)
     sizes = [jax.ShapeDtypeStruct((*(1 for _ in a[0][:-2]), groups + product.leading), np.int32)] if groups else []  # pyright: ignore[reportAttributeAccessIssue]
     out = min((a[1], b[1]), key=lambda dtype: dtype.itemsize)
@@ -280,7 +299,9 @@ def _why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Sh
     factors = (a, roles[0], layout[0] == "n"), (b, roles[1], layout[1] == "t")
     cleared = 0 if not groups else 2 if isinstance(product, Depth) else 1  # of what lies in rows of no group
     passes_us = sum(
-        _quantized_us(x, recipe, role, last, i < cleared, device) for i, (x, role, last) in enumerate(factors)
+        _quantized_us(x, recipe, role, last, i < cleared, device)
+        for i, (x, role, last) in enumerate(factors)
+        if not made[i]
     )
     narrow_us = SLOWER * found[1]
     if narrow_us + passes_us < wide_us:
@@ -319,10 +340,16 @@ def _quantized_us(x: Shaped, recipe: Recipe, role: str, last: bool, by_xla: bool
 def float8_product(
     a: jax.Array, b: jax.Array, *, layout: str, recipe: Recipe, roles: Roles, out_dtype: Any, backend: str
 ) -> jax.Array:
-    """Returns ``a @ b``, in float8 where that is predicted to be faster, or the recipe says "always"."""
+    """Returns ``a @ b`` in float8; whether each of its derivatives is, the recipe says."""
     a, b = match_varying(a, b)
-    found, a, b = float8(Dense(layout), a, b, recipe, roles, backend)
-    return products.multiply(found, a, b, out_dtype=np.dtype(out_dtype), precision=None, backend=backend)
+    return products.multiply(
+        Float8(Dense(layout), recipe, roles, backend),
+        a,
+        b,
+        out_dtype=np.dtype(out_dtype),
+        precision=None,
+        backend=backend,
+    )
 
 
 def quantized(

@@ -283,6 +283,22 @@ def test_the_choice_is_of_the_device():
         assert ("not float8: architecture sm_80" in shown) == wide
 
 
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
+def test_what_is_quantized_for_another_product_costs_nothing(recipe):
+    """Keys of few heads are not worth a pass over the activations, but beside queries that have made it."""
+    x, queries, keys = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((8192, 4096), (4096, 4096), (4096, 1024)))
+
+    def both(x, keys, queries):
+        return x @ keys, jnp.sin(x) @ queries, x @ queries
+
+    def apart(x, keys, queries):
+        return x @ keys, jnp.sin(x) @ queries
+
+    for program, count in ((both, 3), (apart, 1)):
+        shown = cutjax.explain(cutjax.fuse(program, fp8=recipe), device="NVIDIA H200")(x, keys, queries)
+        assert sum(row.count for row in shown.rows if " f8_e4m3fn x " in str(row.choice.problem)) == count, shown
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kernels_of_a_llama_layer(recipe):
     """All three products of 4096 tokens have kernels of float8, in the layout that wgmma reads."""
