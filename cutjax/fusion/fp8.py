@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jax import lax
+
 from cutjax.binding.rules import symbolic
 from cutjax.fusion.contraction import RAGGED, is_sharded, transposes
 from cutjax.fusion.jaxprs import is_literal, is_marked, opened, with_equations
@@ -95,7 +97,60 @@ def _converted(jaxpr: Any, fp8: Recipes, scope: str, passes: set[Any]) -> tuple[
         if is_backward:
             backward |= {*eqn.outvars, *done}
         eqns += [eqn] if made is None else made
-    return (with_equations(jaxpr, _in_both_orders(eqns, read)) if reports else jaxpr), reports, wide
+    if not reports:
+        return jaxpr, reports, wide
+    eqns = _in_both_orders(eqns, read)
+    if not scope:
+        eqns = _of_arguments(opened(jaxpr), eqns)
+    return with_equations(jaxpr, eqns), reports, wide
+
+
+def _of_arguments(jaxpr: Any, eqns: list[Any]) -> list[Any]:
+    """Returns equations of products that read arguments of the program which it rounds for them alone as they are.
+
+    What quantizes them rounds them, so that nobody writes them rounded. What a loop carries or slices has no such
+    place in memory.
+    """
+    sources, given = _sources(eqns), set(jaxpr.invars)
+    conversions = {
+        eqn.outvars[0]: eqn.invars[0]
+        for eqn in eqns
+        if eqn.primitive is lax.convert_element_type_p and eqn.invars[0] in given and _is_rounded(eqn)
+    }
+    for eqn in eqns:
+        product = _dense_float8(eqn)
+        quantized_here = [] if product is None else [x for x, _, _ in _operands(eqn, product)]
+        for x in eqn.invars:
+            if eqn.primitive.name != "reshape" and not is_literal(x) and x not in quantized_here:
+                conversions.pop(_source(sources, x), None)
+    for x in jaxpr.outvars:
+        if not is_literal(x):
+            conversions.pop(_source(sources, x), None)
+
+    def unrounded(eqn: Any) -> list[Any]:
+        product = _dense_float8(eqn)
+        operands = [] if product is None else [x for x, _, _ in _operands(eqn, product)]
+        found = [conversions.get(_source(sources, x)) for x in operands]
+        if product is None or not any(found) or len(found) > 2:
+            return [eqn]
+        dtypes = [x.aval.dtype.name if y is not None else "" for x, y in zip(operands, found, strict=True)]
+        params = {**eqn.params, "product": dataclasses.replace(product, rounded=tuple(dtypes))}
+        taken = {x: y for x, y in zip(operands, found, strict=True) if y is not None}
+
+        def run(*xs: Any) -> Any:
+            return eqn.primitive.bind(
+                *(lax.reshape(x, y.aval.shape) for x, y in zip(xs, eqn.invars, strict=True)), **params
+            )
+
+        return in_place_of(eqn, run, [taken.get(x, x) for x in eqn.invars]) or [eqn]
+
+    return [made for eqn in eqns for made in unrounded(eqn)]
+
+
+def _is_rounded(eqn: Any) -> bool:
+    """True if a conversion makes 16 bits of float32, which the kernels round, on one device."""
+    (x,), (y,) = eqn.invars, eqn.outvars
+    return not is_sharded(x.aval.sharding) and x.aval.dtype.name == "float32" and y.aval.dtype.name in ("bfloat16", "float16")
 
 
 def _in_both_orders(eqns: list[Any], read: set[Any]) -> list[Any]:

@@ -39,6 +39,7 @@ class Problem:
     Attributes:
       batch, rows, columns: sizes.
       dtype: of the matrices.
+      rounded: the dtype to which they are rounded before, the same one where they are not.
       to: of the values.
       block: the elements of a scale, across what is contiguous in the values and along it; -1 is the whole axis.
       own, turned: which values are written: as the matrix lies, its transpose, or both.
@@ -49,6 +50,7 @@ class Problem:
     rows: int
     columns: int
     dtype: np.dtype
+    rounded: np.dtype
     to: np.dtype
     block: tuple[int, int]
     own: bool
@@ -56,10 +58,21 @@ class Problem:
     device: Device
 
     @classmethod
-    def of(cls, x: Any, dtype: Any, block: tuple[int, int], own: bool, turned: bool, device: Device) -> Problem:
+    def of(
+        cls,
+        x: Any,
+        dtype: Any,
+        block: tuple[int, int],
+        own: bool,
+        turned: bool,
+        device: Device,
+        rounded: Any = None,
+    ) -> Problem:
         """Makes one of the aval and the parameters of ``quantize_p``."""
         *batch, rows, columns = x.shape
-        return cls(tuple(batch), rows, columns, np.dtype(x.dtype), np.dtype(dtype), block, own, turned, device)
+        of = np.dtype(x.dtype)
+        dtypes = of, np.dtype(rounded or of), np.dtype(dtype)
+        return cls(tuple(batch), rows, columns, *dtypes, block, own, turned, device)
 
     @property
     def arch(self) -> str:
@@ -116,7 +129,8 @@ class Kernel:
     def _named(self, what: str, *to: str) -> str:
         p = self.problem
         block = "x".join("all" if size < 0 else str(size) for size in p.block)
-        return "_".join([what, short(p.dtype.name), *to, block, *["own"] * p.own, *["turned"] * p.turned])
+        of = [short(p.dtype.name), *[short(p.rounded.name)] * (p.rounded != p.dtype)]
+        return "_".join([what, *of, *to, block, *["own"] * p.own, *["turned"] * p.turned])
 
     @property
     def time_us(self) -> float:
@@ -168,7 +182,7 @@ class Kernel:
         p = self.problem
         types = "".join(
             f"constexpr Dtype {name} = Dtype::{DTYPES[dtype.name].stored};\n"
-            for name, dtype in (("OF", p.dtype), ("TO", p.to))
+            for name, dtype in (("FROM", p.dtype), ("OF", p.rounded), ("TO", p.to))
         )
         parameters = f"#define PARAMETERS {', '.join(argument.declaration for argument in arguments)}\n"
         common = "common/atoms.cuh", *sources.MATH, "common/elements.cuh", types, parameters, "quantize/elements.cuh"
@@ -179,7 +193,7 @@ class Kernel:
     @property
     def shared_bytes(self) -> int:
         """The shared memory of a block: magnitudes, reciprocals of scales, and the transposed tile."""
-        words = BLOCK * (8 * self.problem.dtype.itemsize // 4) + 3 * BLOCK
+        words = BLOCK * (8 * self.problem.rounded.itemsize // 4) + 3 * BLOCK
         return 4 * words + BLOCK**2 * self.problem.turned
 
     def call(self) -> Call:
@@ -231,7 +245,8 @@ def why_not(problem: Problem) -> list[str]:
     found = []
     if number(p.arch) < 89:
         found.append(f"{p.arch}: float8 is converted to from sm_89 on")
-    if p.dtype.name not in FLOATS or p.to.name not in FLOAT8:
+    is_rounded = p.rounded != p.dtype
+    if p.dtype.name not in FLOATS or p.to.name not in FLOAT8 or (is_rounded and p.dtype.itemsize <= p.rounded.itemsize):
         found.append(f"{p.dtype} to {p.to}: the kernel reads {', '.join(map(short, FLOATS))}, and writes float8")
     if p.rows % BLOCK or p.columns % BLOCK:
         found.append(f"{p.rows} x {p.columns}: the kernel has tiles of {BLOCK} x {BLOCK}")

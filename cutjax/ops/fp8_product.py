@@ -88,6 +88,7 @@ class Float8(Wrapped):
       count: of the groups that the rows have; 0 where they have none.
       both: of a and of b, whether the program wants it contracted along its other axis too. Then a pass over it writes
         both orders, and XLA keeps one of the equal passes that its products ask for.
+      rounded: of a and of b, the dtype to which the program rounds it, and which is multiplied; "" where it is that.
     """
 
     recipe: Recipe
@@ -95,6 +96,13 @@ class Float8(Wrapped):
     backend: str
     count: int = 0
     both: tuple[bool, bool] = (False, False)
+    rounded: tuple[str, str] = ("", "")
+
+    def multiplied(self, a: np.dtype) -> np.dtype:
+        return np.dtype(self.rounded[0] or a)
+
+    def tile(self, a: Any, *rest: Any) -> Any:
+        return self.product.tile(a, *rest).update(dtype=self.multiplied(a.dtype), weak_type=False)
 
     def composed(
         self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array], **params: Any
@@ -145,12 +153,12 @@ class Float8(Wrapped):
                 (in_some_group(x, sizes, m, product.leading), last)  # pyright: ignore[reportAttributeAccessIssue]
                 for x, last in rows[:of_rows]
             ]
-        (of_a, of_b), (both_a, both_b) = self.roles, self.both
-        how = [(of_a, both_a), *((of_b, both_b) for _ in factors.bs)]
+        of_a, of_b = zip(self.roles, self.both, self.rounded, strict=True)
+        how = [of_a, *(of_b for _ in factors.bs)]
         found = [
             # What XLA clears for it, XLA quantizes in the same fusions.
-            quantized(x, self.recipe, role, last, turned, both, "xla" if i < of_rows else self.backend)
-            for i, ((x, last), (role, both)) in enumerate(zip(rows, how, strict=True))
+            quantized(x, self.recipe, role, last, turned, both, "xla" if i < of_rows else self.backend, rounded)
+            for i, ((x, last), (role, both, rounded)) in enumerate(zip(rows, how, strict=True))
         ]
         return product, found
 
@@ -167,10 +175,12 @@ class Float8(Wrapped):
         for b, b_dot in zip(factors.bs, dots.bs, strict=True):
             terms = []
             if dots.a is not None:
-                product, a_dot, other = self._of(self.product, (GRADIENTS, self.roles[1]), dots.a, b)
+                a_dot, other = self._round(0, dots.a), self._round(1, b)
+                product, a_dot, other = self._of(self.product, (GRADIENTS, self.roles[1]), a_dot, other)
                 terms += multiply(product, a_dot, [other])
             if b_dot is not None:
-                product, a, b_dot = self._of(self.product, (self.roles[0], GRADIENTS), factors.a, b_dot)
+                a, b_dot = self._round(0, factors.a), self._round(1, b_dot)
+                product, a, b_dot = self._of(self.product, (self.roles[0], GRADIENTS), a, b_dot)
                 terms += multiply(product, a, [b_dot])
             found.append(functools.reduce(lax.add, terms) if terms else None)
         return found
@@ -178,7 +188,7 @@ class Float8(Wrapped):
     def cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
     ) -> tuple[Product, tuple[jax.Array, jax.Array], Canonical]:
-        back, (x, y), precision = self.product.cotangent(i, g, other, precision)
+        back, (x, y), precision = self.product.cotangent(i, g, self._round(1 - i, other), precision)
         role = self.roles[1 - i]
         first = x is g
         back, x, y = self._of(back, (GRADIENTS, role) if first else (role, GRADIENTS), x, y)
@@ -200,6 +210,9 @@ class Float8(Wrapped):
 
     def widened(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
         return a, b
+
+    def _round(self, i: int, x: jax.Array) -> jax.Array:
+        return x.astype(self.rounded[i] or x.dtype)
 
     def _of(self, product: Product, roles: Roles, a: jax.Array, b: jax.Array) -> tuple[Product, jax.Array, jax.Array]:
         return float8(product, a, b, self.recipe, roles, self.backend, self.count)
@@ -360,6 +373,7 @@ def quantized(
     turned: bool,
     both: bool = False,
     backend: str = "auto",
+    rounded: str = "",
 ) -> Quantized:
     """Returns an operand quantized as a recipe says.
 
@@ -375,15 +389,17 @@ def quantized(
       turned: whether that is to be the last.
       both: whether one pass is to write what another product wants too, which contracts the other axis.
       backend: of that pass.
+      rounded: the dtype to which it is rounded first, if any.
     """
     block = recipe.block(role)
     sizes = x.shape[-2:] if last else x.shape[:-3:-1]
     pads = [_padded(size, step) - size for size, step in zip(sizes, block, strict=True)]
     if (last or turned) and not any(x.shape[i] % BLOCK for i in (-2, -1)):
         orders = {"own": last or both, "turned": not last or both}
-        how = {"dtype": np.dtype(recipe.dtype(role)), "block": block, "backend": backend}
+        how = {"dtype": np.dtype(recipe.dtype(role)), "block": block, "backend": backend, "rounded": rounded}
         found = quantize_p.bind(x, **how, **orders)
         return Quantized(*(found[:2] if last else found[-2:]))
+    x = x.astype(rounded or x.dtype)
     if any(pads):
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 2) + [(0, p, 0) for p in _turned(pads, last)])
     q = quantize(x, recipe.dtype(role), block=_turned(block, last))

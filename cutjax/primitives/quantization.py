@@ -1,7 +1,8 @@
 """Matrices quantized in blocks; and the primitive that does so to float8, in a pass or two where a kernel serves it.
 
 Its operand is x [*B, r, c]. Its results, of those that are asked for: values [*B, r, c] and their scales, then values
-[*B, c, r] and theirs; scales are of blocks of 1 x 128 values, 128 x 128, one row, or the whole matrix.
+[*B, c, r] and theirs; scales are of blocks of 1 x 128 values, 128 x 128, one row, or the whole matrix. Where it is
+to be ``rounded`` first, that is the dtype.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ def _abstract(x: Any, *, dtype: Any, block: tuple[int, int], own: bool, turned: 
 
 
 def _reference(
-    x: jax.Array, *, dtype: np.dtype, block: tuple[int, int], own: bool, turned: bool, **_: Any
+    x: jax.Array, *, dtype: np.dtype, block: tuple[int, int], own: bool, turned: bool, rounded: Any = None, **_: Any
 ) -> list[jax.Array]:
     """Quantizes as it lies, and transposes what is of 8 bits: the values of squares are the same either way."""
-    found = []
+    found, x = [], x.astype(rounded or x.dtype)
     if own:
         found += in_blocks(x, dtype, _sizes(x.shape[-2:], block), np.float32)
     if turned:

@@ -15,7 +15,7 @@ from emulator import device
 
 ORDERS = {"own": (True, False), "turned": (False, True), "both": (True, True)}
 LINES, SQUARES, ROWS, ALL = (1, 128), (128, 128), (1, -1), (-1, -1)
-# rows, columns, dtype, of float8, block, arch
+# rows, columns, dtype, of float8, block, arch, and the dtype to which it is rounded first
 CASES = {
     "lines": ((256, 384), "bfloat16", "float8_e4m3fn", LINES, "sm_90a"),
     "squares": ((384, 256), "bfloat16", "float8_e4m3fn", SQUARES, "sm_90a"),
@@ -28,6 +28,9 @@ CASES = {
     "a batch of rows": ((2, 256, 128), "float32", "float8_e5m2", ROWS, "sm_90a"),
     "a matrix": ((256, 384), "bfloat16", "float8_e5m2", ALL, "sm_90a"),
     "a batch of matrices": ((3, 128, 256), "float16", "float8_e4m3fn", ALL, "sm_90a"),
+    "rounded": ((256, 128), "float32", "float8_e4m3fn", SQUARES, "sm_90a", "bfloat16"),
+    "rounded rows": ((128, 256), "float32", "float8_e4m3fn", ROWS, "sm_90a", "float16"),
+    "a rounded matrix": ((128, 256), "float32", "float8_e4m3fn", ALL, "sm_90a", "bfloat16"),
     "Ada": ((128, 256), "bfloat16", "float8_e4m3fn", LINES, "sm_89"),
 }
 
@@ -81,10 +84,11 @@ def same(got, wanted):
 @pytest.mark.parametrize("orders", ORDERS)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_scales(name, orders):
-    shape, dtype, to, block, arch = CASES[name]
+    shape, dtype, to, block, arch, *rounded = CASES[name]
     own, turned = ORDERS[orders]
-    x = numbers(shape, jnp.dtype(dtype), block)
-    params = {"dtype": jnp.dtype(to), "block": block, "own": own, "turned": turned}
+    x = numbers(shape, jnp.dtype((*rounded, dtype)[0]), block).astype(dtype)
+    x = x * np.asarray(1 + 2**-12 if rounded else 1, x.dtype)
+    params = {"dtype": jnp.dtype(to), "block": block, "own": own, "turned": turned, "rounded": (*rounded, None)[0]}
     kernel = quantization.Kernel(quantization.Problem.of(x, **params, device=reference(arch)))
     assert not quantization.why_not(kernel.problem)
     xla = [np.asarray(y) for y in jax.jit(lambda x: quantize_p.bind(x, **params, backend="xla"))(x)]
@@ -96,7 +100,7 @@ def test_values_and_scales(name, orders):
     for argument, result in call.aliases:
         memory[result] = given[argument]
     got = machine.execute(call, given, memory)[: len(xla)]
-    same(got, expected(x, to, block, own, turned))
+    same(got, expected(x.astype(*rounded) if rounded else x, to, block, own, turned))
     # XLA flushes subnormal numbers on a CPU, and rounds quotients as its version has it: to a neighbour at most.
     for i in range(0, len(got), 2):
         (values, scales), (others, of_others) = got[i : i + 2], xla[i : i + 2]

@@ -25,18 +25,19 @@ H200 = lowering.Target("sm_90a", "NVIDIA H200", 132)
 LINES, SQUARES, ROWS, ALL = (1, 128), (128, 128), (1, -1), (-1, -1)
 
 
-def problem(shape, dtype="bfloat16", to="float8_e4m3fn", block=LINES, own=True, turned=True, device=None):
+def problem(shape, dtype="bfloat16", to="float8_e4m3fn", block=LINES, own=True, turned=True, device=None, rounded=None):
     x = jax.ShapeDtypeStruct(shape, dtype)
-    return quantization.Problem.of(x, to, block, own, turned, device or reference("sm_90a"))
+    return quantization.Problem.of(x, to, block, own, turned, device or reference("sm_90a"), rounded)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_kernels_compile_without_spills(arch):
-    for dtype, block, (own, turned) in itertools.product(
-        quantization.FLOATS, (LINES, SQUARES, ROWS, ALL), ((True, False), (False, True), (True, True))
+    dtypes = (*((dtype, None) for dtype in quantization.FLOATS), ("float32", "bfloat16"), ("float32", "float16"))
+    for (dtype, rounded), block, (own, turned) in itertools.product(
+        dtypes, (LINES, SQUARES, ROWS, ALL), ((True, False), (False, True), (True, True))
     ):
-        kernel = quantization.Kernel(problem((256, 128), dtype, "float8_e4m3fn", block, own, turned))
+        kernel = quantization.Kernel(problem((256, 128), dtype, "float8_e4m3fn", block, own, turned, None, rounded))
         for entry in kernel.entries:
             cubin = compiler.compile_source(entry.source, name=entry.name, arch=arch)
             assert "warning" not in cubin.log
@@ -141,6 +142,39 @@ def test_one_pass_for_all_that_a_step_wants():
         ("128x128_own_turned", "512,1024"): 4,
         ("128x128_own_turned", "1024,512"): 2,
     }
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
+def test_arguments_that_the_program_rounds(recipe):
+    """What quantizes weights rounds them, to the same values, where only products in float8 read them rounded."""
+    always = cutjax.fp8_dot_general(recipe, policy="always")
+
+    def program(params, x, other=None):
+        up, gate, down = (w.astype(BF16) for w in params)
+        h = jax.nn.silu(x @ up.reshape(256, 384)) * (x @ gate)
+        value = (h @ down).astype(jnp.float32).var()
+        return value if other is None else value + other * gate.astype(jnp.float32).sum()
+
+    shapes = (256, 3, 128), (256, 384), (384, 256)
+    params = [jax.random.normal(jax.random.key(i), shape) / 16 for i, shape in enumerate(shapes)]
+    x = jax.random.normal(jax.random.key(3), (128, 256), BF16)
+    step = cutjax.fuse(jax.value_and_grad(program), fp8=always)
+
+    def read(*args):
+        with cutjax.use_backend("cuda"):
+            rows = cutjax.explain(step, platform="cuda")(*args).rows
+        return sum(row.count for row in rows if row.kernel.startswith("quantize_f32_bf16"))
+
+    assert read(params, x) == 4  # forwards, and for the gradient of h
+    assert read(params, x, jnp.float32(1)) == 3
+    got, wanted = step(params, x), jax.value_and_grad(cutjax.fuse(program, fp8=always))(params, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == jnp.float32
+        assert np.linalg.norm(a - b) < 2**-5 * np.linalg.norm(b)  # sums in another order, rounded to float8
+    (_, forward), (_, again) = (
+        jax.jvp(f, (params, x), (params, x)) for f in (cutjax.fuse(program, fp8=always), program)
+    )
+    np.testing.assert_allclose(forward, again, rtol=0.1)
 
 
 def test_activations_that_something_else_keeps():

@@ -33,9 +33,14 @@ struct Elements {
 #pragma unroll
     for (int i = 0; i < EDGE; ++i)
 #pragma unroll
-      for (int j = 0; j < WORDS_OF_EDGE; j += 4) {
+      for (int j = 0; j < EDGE * SIZE<FROM> / 4; j += 4) {
         Bytes16 v = ld_global_v4(reinterpret_cast<const u32*>(p + i * pitch) + j);
-        words[i][j] = v.x, words[i][j + 1] = v.y, words[i][j + 2] = v.z, words[i][j + 3] = v.w;
+        if constexpr (FROM == OF) {
+          words[i][j] = v.x, words[i][j + 1] = v.y, words[i][j + 2] = v.z, words[i][j + 3] = v.w;
+        } else {
+          words[i][j / 2] = pack<OF>(__uint_as_float(v.x), __uint_as_float(v.y));
+          words[i][j / 2 + 1] = pack<OF>(__uint_as_float(v.z), __uint_as_float(v.w));
+        }
       }
   }
 

@@ -2,11 +2,11 @@
 // (SQUARE), or of their rows (OWN) and columns (TURNED), added to what other blocks have found. Memory has zeros
 // before.
 
-extern "C" __global__ void __launch_bounds__(THREADS, HALVES ? 5 : 3) KERNEL(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, HALVES&& FROM == OF ? 5 : 3) KERNEL(PARAMETERS) {
   __shared__ u32 of_columns[TILE * WORDS_OF_EDGE], of_rows[TILE];
   Place place(blockIdx.x, rows, columns);
   Elements elements;
-  elements.load(x + place.first(rows, columns) * SIZE<OF>, static_cast<i64>(columns) * SIZE<OF>);
+  elements.load(x + place.first(rows, columns) * SIZE<FROM>, static_cast<i64>(columns) * SIZE<FROM>);
   Maxima maxima{of_columns, of_rows};
   maxima.find(elements);
   if constexpr (SQUARE) {

@@ -35,7 +35,7 @@ DEVICE u32 slot(int column, int line) {
   return column * TILE + (line ^ (edge % 8 * 2 + edge / 8)) * 8;
 }
 
-constexpr int RESIDENT = !HALVES ? 2 : OWN && TURNED ? 3 : 4;  // blocks on an SM: more would spill
+constexpr int RESIDENT = SIZE<FROM> == 4 ? 2 : OWN && TURNED ? 3 : 4;  // blocks on an SM: more would spill
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) KERNEL(PARAMETERS) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) KERNEL(PARAMETER
   int across = columns / TILE, down = rows / TILE;
 
   Elements elements;
-  elements.load(x + place * SIZE<OF>, static_cast<i64>(columns) * SIZE<OF>);
+  elements.load(x + place * SIZE<FROM>, static_cast<i64>(columns) * SIZE<FROM>);
   if constexpr (!WHOLE) maxima.find(elements);
   float by_square = 0.0f;
   if constexpr (SQUARE) {
