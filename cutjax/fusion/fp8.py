@@ -150,7 +150,8 @@ def _of_arguments(jaxpr: Any, eqns: list[Any]) -> list[Any]:
 def _is_rounded(eqn: Any) -> bool:
     """True if a conversion makes 16 bits of float32, which the kernels round, on one device."""
     (x,), (y,) = eqn.invars, eqn.outvars
-    return not is_sharded(x.aval.sharding) and x.aval.dtype.name == "float32" and y.aval.dtype.name in ("bfloat16", "float16")
+    dtypes = x.aval.dtype.name, y.aval.dtype.name
+    return dtypes in (("float32", "bfloat16"), ("float32", "float16")) and not is_sharded(x.aval.sharding)
 
 
 def _in_both_orders(eqns: list[Any], read: set[Any]) -> list[Any]:

@@ -42,11 +42,13 @@ ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"  # what 
 Roles = tuple[str, str]
 # Of a copy's bandwidth, what XLA's passes reach that quantize; they read twice: for the scales, then for the values.
 PASS_BANDWIDTH = 0.7
-# What XLA's time may be of that of a kernel whose results have scales of rows and columns, as they are predicted: 0.85
-# at least of 256 sizes, so that XLA runs where there is no kernel. 8192 cubed took 835 us and XLA 888, predicted equal,
-# 4096 x 7168 x 16384 720 and 730, predicted 760 and 733. XLA's autotuner compiles many Triton kernels for each such
-# product: a step with seven was not compiled in 150 s, with none in 14 (experiments/gates-groups-h200.json).
-ROWS_LEAD = 0.8
+# What XLA's time may be of that of a kernel whose results have scales of matrices, or of rows and columns, as they are
+# predicted: 0.85 at least of 256 sizes, so that XLA runs where there is no kernel. Of scales of matrices XLA's product
+# writes float32, which a pass scales and rounds: 8192 x 4096 x 14336 took 745 us and a kernel 712, 14336 x 4096 x 8192
+# 754 and 675. Of rows, 8192 cubed took 835 us and XLA 888, predicted equal, 4096 x 7168 x 16384 720 and 730, predicted
+# 760 and 733. XLA's autotuner compiles many Triton kernels for each such product: a step with seven was not compiled in
+# 150 s, with none in 14 (experiments/gates-groups-h200.json, experiments/fp8-passes-h200.json).
+SCALES_LEAD = 0.8
 # Measured times over predicted ones of float8 kernels on an H200, of which the model is fitted to the best within this.
 SLOWER = 1.12
 
@@ -115,9 +117,9 @@ class Float8(Wrapped):
         scales = scales.of_results() if of_results else scales
         found, given = scales.factored(inner, a.values, [b.values for b in bs], factors.context)
         values, params = found.multiplied(a.values.dtype), {**params, "in_place": (), "config": None}
-        if self.recipe.name == "row":
+        if self.recipe.name != "block":
             hints = params.get("hints", NO_HINTS)
-            params["hints"] = dataclasses.replace(hints, lead=min(hints.lead, ROWS_LEAD))
+            params["hints"] = dataclasses.replace(hints, lead=min(hints.lead, SCALES_LEAD))
         if epilogue.plain:
             (out,) = epilogue.outputs
             before, taken, dtype = scales.before(None, (), values, np.dtype(out.dtype))

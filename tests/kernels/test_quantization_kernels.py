@@ -84,10 +84,17 @@ def test_who_takes_it():
         (8192, 4096, LINES, (True, False), 25.1),
         (4096, 28672, SQUARES, (True, True), 120.1),
         (4096, 28672, SQUARES, (False, True), 87.7),
+        (8192, 14336, ALL, (True, True), 175.1),
+        (8192, 14336, ALL, (True, False), 131.8),
+        (8192, 14336, ROWS, (False, True), 139.4),
+        (8192, 4096, ALL, (True, True), 50.6),
+        (8192, 4096, ROWS, (True, False), 38.0),
+        (4096, 14336, ROWS, (True, True), 88.8),
+        (4096, 14336, ALL, (False, True), 68.5),
     ],
 )
 def test_predicted_times(rows, columns, block, orders, us):
-    """As on an H200 (experiments/quantize-h200.json), to 16%."""
+    """As on an H200 (experiments/quantize-h200.json, experiments/fp8-passes-h200.json), to 16%."""
     found = quantization.Kernel(problem((rows, columns), block=block, own=orders[0], turned=orders[1])).time_us
     assert abs(found / us - 1) < 0.16
 
