@@ -178,7 +178,7 @@ def _in_both_orders(eqns: list[Any], read: set[Any]) -> list[Any]:
 
 
 def _passes(eqns: list[Any], sources: dict[Any, Any]) -> set[Any]:
-    """Returns what products have quantized, and whether along its last axis."""
+    """The keys of the arrays that products quantize, and whether along the last axis."""
     found = [(eqn, product) for eqn in eqns if (product := _dense_float8(eqn)) is not None]
     return {
         (_key(sources, x, x.aval.shape, role), last)

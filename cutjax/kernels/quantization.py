@@ -89,12 +89,12 @@ class Problem:
 
     @property
     def square(self) -> bool:
-        """Whether a scale is of rows and columns; else of a part of one row of the values, or of all of it."""
+        """True if a scale is of several rows of the values; else of one, or of a part of it."""
         return self.block[0] != 1
 
     @property
     def whole(self) -> bool:
-        """Whether scales are of whole axes: a pass before finds the greatest magnitudes."""
+        """True if scales are of whole axes: a pass before finds the greatest magnitudes."""
         return self.block[1] < 0
 
     @property
@@ -146,12 +146,12 @@ class Kernel:
 
     @property
     def maxima(self) -> tuple[int, int]:
-        """How many greatest magnitudes a pass before finds: of matrices, or of rows, and of columns."""
+        """The number of greatest magnitudes that a pass before finds: of matrices, or of rows, and of columns."""
         p, matrices = self.problem, math.prod(self.problem.batch) * self.problem.whole
         return (matrices, 0) if p.square else (matrices * p.rows * p.own, matrices * p.columns * p.turned)
 
     def _read(self) -> Iterator[Argument]:
-        """Yields what both kernels read: matrices, and the greatest magnitudes where scales are of whole axes."""
+        """The arguments that both kernels read: matrices, and greatest magnitudes where scales are of whole axes."""
         p = self.problem
         yield Argument("const char* x", Pointer(0))
         yield Argument("u32* most_of_rows", Pointer(int(p.whole)))
@@ -226,7 +226,7 @@ class Kernel:
 
 
 def counts(sizes: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    """Returns how many scales the values of a matrix have along either axis."""
+    """The number of scales that the values of a matrix have along either axis."""
     mn, k = (1 if step < 0 else size // step for size, step in zip(sizes, block, strict=True))
     return mn, k
 
