@@ -205,7 +205,7 @@ def _roofline_us(p: Problem, device: Device) -> tuple[float, float]:
 def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepared]) -> float:
     """Returns the time of XLA's product of 16 bits, told as ``_of_ours`` is."""
     odd = p.a.bytes(p.n) % 16 != 0
-    if p.few_rows and not odd and not copied and p.n * p.k >= _LEAST_WEIGHTS:
+    if not copied and reads_weights(p):
         return _few_rows_us(p, device)
     if copied and p.batch_size == 1:
         return _unaligned_us(p, device, padded)
@@ -305,6 +305,13 @@ def _waves(p: Problem, device: Device) -> float:
 
 
 _LEAST_WEIGHTS = 1 << 16  # elements: of the smallest products of few rows that were measured
+
+
+def reads_weights(p: Problem) -> bool:
+    """True of a product of few rows whose time, `_few_rows_us`, was fitted to all that XLA took, not to the least."""
+    aligned = p.a.bytes(p.n) % 16 == p.a.bytes(p.k) % 16 == 0
+    halves = all(x.bits == 16 for x in (p.a, *p.bs))
+    return p.few_rows and halves and aligned and p.n * p.k >= _LEAST_WEIGHTS
 
 
 def _few_rows_us(p: Problem, device: Device) -> float:
