@@ -122,7 +122,7 @@ def rows_by_columns(x: Any, w: Any, layout: str) -> Callable[[Any], list[Axes]]:
 
 
 def batched(rank: int, *batches: Sequence[Axes]) -> jax.P:
-    """Returns how a result lies that has batch axes before others: those as the operands', and the others whole.
+    """Returns the sharding of a result that has batch axes before others: those as the operands', and the others whole.
 
     An axis over which ``jax.vmap`` maps stays divided so.
 

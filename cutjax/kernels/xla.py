@@ -409,7 +409,7 @@ def _others_us(p: Problem, device: Device) -> float | None:
 
 
 def _norm(x: float, y: float, exponent: float) -> float:
-    """Returns what two times take together, from their sum, of exponent 1, to the longer, of an infinite one."""
+    """Returns the time of two works that overlap: from the sum, of exponent 1, to the longer, of an infinite one."""
     longer, shorter = max(x, y), min(x, y)
     return longer * (1 + (shorter / longer) ** exponent) ** (1 / exponent) if longer else 0.0
 

@@ -87,7 +87,7 @@ def _copies_us(plan: Contraction, device: Device, again: Collection[int] = ()) -
 
 
 def _short(plan: Contraction) -> list[bool]:
-    """Returns whether a, b and the result are copied from, or to, runs of few bytes in memory."""
+    """Returns, of a, b and the result, True if it is copied from, or to, runs of few bytes in memory."""
     runs = (plan.a, plan.a.split), (plan.b, plan.b.split), (plan.d, plan.d.shape)
     return [0 < move.copied * (1, *shape)[-1] < _SHORT_BYTES * math.prod(shape) for move, shape in runs]
 
