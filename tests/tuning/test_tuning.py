@@ -269,6 +269,17 @@ def test_autotune_into_a_file_of_its_own(monkeypatch, tmp_path):
         assert "tuned: 3.0 us, XLA 6.0 us" in choose.choose(PROBLEM).reasons
 
 
+def test_autotune_of_a_convolution(monkeypatch, tmp_path):
+    """Its forward product, the gradient of images and that of weights are three problems."""
+    fake = Fake(monkeypatch)
+    x, w = (jax.ShapeDtypeStruct(shape, H) for shape in ((8, 28, 28, 128), (3, 3, 128, 128)))
+    f = jax.jit(jax.grad(lambda x, w: (cutjax.conv(x, w).astype(jnp.float32) ** 2).sum(), (0, 1)))
+    report = cutjax.autotune(f, path=tmp_path / "mine.json", candidates=3)(x, w)
+    assert len(fake.tasks) == len(report.rows) == len(tuning_file.read(report.path)[H200]) == 3
+    with cutjax.use_tuning(report.path):
+        assert sorted(lowered(f, x, w)) == sorted(row.after for row in report.rows)
+
+
 def test_xla_wins(monkeypatch):
     Fake(monkeypatch, xla_us=1.0)
     report = cutjax.autotune(lambda x, w: cutjax.gemm(x, w))(X, W)
