@@ -14,7 +14,9 @@ from typing import Any
 import jax
 from jax import lax
 
+from cutjax.binding.explicit import batched
 from cutjax.binding.placement import Labels, batch_labels
+from cutjax.binding.rules import on_mesh
 from cutjax.dot_precision import Canonical
 from cutjax.kernels import operand
 from cutjax.kernels.device import Device
@@ -51,7 +53,8 @@ class Gathered(Wrapped):
         """Returns the aval of the gathered rows."""
         permutation = context[-2]
         batch: Any = lax.broadcast_shapes(a.shape[:-2], permutation.shape[:-1])
-        sharding = a.sharding.update(spec=jax.P(*(None,) * a.ndim))
+        spec = batched(2, a.sharding.spec[:-2], permutation.sharding.spec[:-1])
+        sharding = on_mesh(a, permutation).update(spec=spec)
         return a.update(shape=(*batch, permutation.shape[-1], a.shape[-1]), sharding=sharding)
 
     def _copied(self, a: jax.Array, context: Sequence[jax.Array]) -> jax.Array:

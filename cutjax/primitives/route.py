@@ -16,8 +16,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cutjax.binding.define import define
+from cutjax.binding.explicit import batched
 from cutjax.binding.lowering import Target
-from cutjax.binding.rules import batch_axis, is_zero, match_varying, zero_tangent
+from cutjax.binding.rules import batch_axis, is_zero, match_varying, on_mesh, zero_tangent
 from cutjax.kernels import routing
 from cutjax.kernels.device import device_of
 from cutjax.primitives.routing import ROUTING, Routing, is_expert, sorted_pairs
@@ -38,13 +39,13 @@ def route(logits: jax.Array, bias: jax.Array | None, k: int, scoring: str, renor
 def _abstract(logits: Any, *bias: Any, k: int, **_: Any) -> list[Any]:
     batch = lax.broadcast_shapes(logits.shape[:-2], *(x.shape[:-2] for x in bias))
     tokens, experts = logits.shape[-2:]
-    pairs = (*batch, tokens, k)
-    shapes = pairs, pairs, (*batch, tokens * k), pairs, (*batch, experts)
+    pairs = tokens, k
     found = []
-    for i, shape in enumerate(shapes):
-        sharding = logits.sharding.update(spec=jax.P(*(None,) * len(shape)))
+    for i, shape in enumerate((pairs, pairs, (tokens * k,), pairs, (experts,))):
+        spec = batched(len(shape), *(x.sharding.spec[:-2] for x in (logits, *bias)))
+        sharding = on_mesh(logits, *bias).update(spec=spec)
         dtype = np.dtype(np.float32 if i == 1 else np.int32)
-        found.append(logits.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding))
+        found.append(logits.update(shape=(*batch, *shape), dtype=dtype, weak_type=False, sharding=sharding))
     return found
 
 

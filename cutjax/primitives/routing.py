@@ -14,9 +14,9 @@ from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 
 from cutjax.binding.define import define
-from cutjax.binding.explicit import automatic, axes
+from cutjax.binding.explicit import automatic, axes, batched
 from cutjax.binding.lowering import Target
-from cutjax.binding.rules import is_zero, match_varying, zero_tangent
+from cutjax.binding.rules import is_zero, match_varying, on_mesh, zero_tangent
 from cutjax.kernels import gather
 from cutjax.kernels.device import device_of
 from cutjax.primitives.accumulators import accumulator
@@ -91,9 +91,9 @@ class Routing(NamedTuple):
     def row_weights(self) -> jax.Array:
         """Returns the weight of each row, ``[..., tokens * k, 1]``."""
         pairs = self.permutation.shape
-        return _bind(
-            dispatch_p, self.weights.reshape(*pairs, 1), self.permutation, self.inverse.reshape(*pairs, 1), pairs
-        )
+        # Merged first: jax.vmap over a divided axis has no rule for a reshape that does both.
+        weights, inverse = (x.reshape(pairs)[..., None] for x in (self.weights, self.inverse))
+        return _bind(dispatch_p, weights, self.permutation, inverse, pairs)
 
 
 def sorted_by(expert: jax.Array, experts: int, weights: jax.Array) -> Routing:
@@ -165,6 +165,11 @@ def _bind(primitive: Primitive, x: jax.Array, permutation: jax.Array, inverse: j
     return primitive.bind(*match_varying(x, permutation, inverse), fill=False, backend=backend)
 
 
+def _in_batches(x: jax.Array, indices: jax.Array, **_: Any) -> Callable[[Any], list[Any]]:
+    return lambda out: [*(axes(x, i) or axes(indices, i + 1) for i in range(-out.ndim, -2)), None, axes(x, -1)]
+
+
+@automatic(_in_batches)
 def _gather(x: jax.Array, indices: jax.Array, fill: bool) -> jax.Array:
     how: dict[str, Any] = {"mode": "fill", "fill_value": 0} if fill else {"mode": "promise_in_bounds"}
     return jnp.take_along_axis(x, indices[..., None], -2, **how)
@@ -193,7 +198,9 @@ def _define(
     def abstract(x: Any, permutation: Any, inverse: Any, **_: Any) -> Any:
         batch = lax.broadcast_shapes(x.shape[:-2], permutation.shape[:-1])
         rows = (permutation.shape if apply is _dispatch else inverse.shape[:-1])[-1]
-        return x.update(shape=(*batch, rows, x.shape[-1]), weak_type=False)
+        spec = batched(2, x.sharding.spec[:-2], permutation.sharding.spec[:-1])
+        sharding = on_mesh(x, permutation).update(spec=spec)
+        return x.update(shape=(*batch, rows, x.shape[-1]), weak_type=False, sharding=sharding)
 
     def batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
         moved = [
