@@ -83,6 +83,9 @@ def _numbers() -> dict[str, np.ndarray]:
         "cw": normal(20, (3, 4, N)) / 2,
         "gw": normal(21, (2, 2, N)) / 2,
         "tw": normal(22, (3, N, 4)) / 2,
+        "tc": normal(26, (3, 4)),
+        "ts": normal(27, (M, 2, 4)),
+        "tx": normal(28, (M, 4)),
         "sk": _half(23, (K // 4, N)),
         "zk": integers(24, (K // 4, N), jnp.int8),
         "sgk": _half(25, (EXPERTS, K // 4, N)),
@@ -139,6 +142,12 @@ def _sums(acc, s):
 
 def _windows(im, cw, strides):
     return lax.conv_general_dilated(im, cw, strides, "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+def _past(im, tc, state=None):
+    """The sums of causal_conv1d with weights of width 3."""
+    im = jnp.concatenate([jnp.zeros((len(im), 2, 4), im.dtype) if state is None else state, im], 1)
+    return im[:, :-2] * tc[None, :1] + im[:, 1:-1] * tc[None, 1:2] + im[:, 2:] * tc[None, 2:]
 
 
 def _contracted(x, dy, sizes):
@@ -419,6 +428,20 @@ OPERATIONS: dict[str, Operation] = {
         "im cw s",
         lambda im, cw, s: _sums(_windows(im, cw, (1,)), s[:, :, None]),
         dtypes=("float64",),
+    ),
+    "causal_conv1d": Operation(cutjax.causal_conv1d, "im tc", _past, linear="im tc"),
+    "causal_conv1d, all": Operation(
+        lambda im, tc, c, ts: cutjax.causal_conv1d(im, tc, c[:4], state=ts, activation="silu", return_state=True),
+        "im tc c ts",
+        lambda im, tc, c, ts: (jax.nn.silu(_past(im, tc, ts) + c[None, None, :4]), im[:, -2:]),
+    ),
+    "causal_conv1d_update": Operation(
+        lambda tx, ts, tc: cutjax.causal_conv1d_update(tx, ts, tc, activation="silu"),
+        "tx ts tc",
+        lambda tx, ts, tc: (
+            jax.nn.silu(_past(tx[:, None], tc, ts)[:, 0]),
+            jnp.concatenate([ts[:, 1:], tx[:, None]], 1),
+        ),
     ),
     "conv_general_dilated": Operation(  # in groups, with dilation
         lambda im, gw: cutjax.conv_general_dilated(im, gw, (2,), ((1, 3),), (2,), (3,), ("NWC", "WIO", "NCW"), 2),

@@ -42,12 +42,17 @@ def check_accumulate(accumulate: Any, where: str) -> None:
         raise ValueError(f"{where}: unknown accumulate {accumulate!r}, expected one of {dot_precision.ACCUMULATE}")
 
 
+def check_save(save: Any, where: str) -> None:
+    """Raises unless it says what is kept for the derivative."""
+    if save not in derivative.SAVE:
+        raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
+
+
 def check_epilogue(
     b: Any, epilogue: Any, operands: Any, out_dtype: Any, save: str, where: str = "gemm", name: str = "b"
 ) -> None:
     """Raises where an epilogue, its operands, ``save`` and b do not fit; ``name`` is that of the argument b."""
-    if save not in derivative.SAVE:
-        raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
+    check_save(save, where)
     if not isinstance(operands, tuple | list):
         got = type(operands).__name__
         raise TypeError(f"{where}: operands must be a tuple, got {got}; write operands=(x,) for one")

@@ -14,11 +14,11 @@ from jax.typing import ArrayLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
-from cutjax.binding.rules import match_varying, with_rank
+from cutjax.binding.rules import explicit_axes, match_varying, with_rank
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.epilogue.trace import Traced, trace
 from cutjax.kernels.families import AnyConfig
-from cutjax.ops.arguments import check_config, elementwise_of, promote
+from cutjax.ops.arguments import check_config, check_save, elementwise_of, promote
 from cutjax.ops.conv import conv
 from cutjax.primitives import causal
 from cutjax.primitives.arrays import matrix, unwrapped
@@ -78,6 +78,7 @@ def causal_conv1d(
       ((2, 10, 8), (2, 3, 8))
     """
     where = "causal_conv1d"
+    check_save(save, where)
     function, x, w = _activation(activation, where), matrix(x, "x", where), matrix(w, "w", where)
     *batch, _, channels = x.shape
     width = _width(w, channels, where, f"x is {x.shape}")
@@ -147,6 +148,8 @@ def _sequences(
 ) -> Any:
     *batch, length, channels = x.shape
     width = len(w)
+    if state is not None and explicit_axes(jax.sharding.get_abstract_mesh()):
+        x = jax.reshard(x, jax.P())  # or the first results would lie on the mesh that is set, and the others nowhere
 
     def convolved(x: jax.Array, before: int) -> jax.Array:
         sequences = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])

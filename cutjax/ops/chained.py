@@ -12,10 +12,9 @@ import numpy as np
 
 from cutjax.binding.rules import match_varying, with_rank
 from cutjax.dtypes import are_narrow
-from cutjax.ops.arguments import contracted, elementwise_of
+from cutjax.ops.arguments import check_save, contracted, elementwise_of
 from cutjax.ops.quantized import is_quantized, values_of
 from cutjax.ops.scales import Scales, promote_values, scales_of, times
-from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix
 from cutjax.primitives.chain import Chain, apart, block
@@ -108,8 +107,7 @@ def arrays_of(
     """Returns x, the weights of the first product, the gate's first, those of the second, and the products' dtype."""
     if layout not in ("nn", "nt"):
         raise ValueError(f"{where}: unknown layout {layout!r}, expected 'nn' or 'nt'")
-    if save not in derivative.SAVE:
-        raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
+    check_save(save, where)
     a, v = matrix(values_of(x), "x", where), matrix(values_of(w2), "w2", where)
     ws = [] if gate is None else [matrix(values_of(gate), "gate", where)]
     ws.append(matrix(values_of(w1), "w1", where))

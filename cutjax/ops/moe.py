@@ -19,7 +19,7 @@ from cutjax.binding.explicit import automatic, axes
 from cutjax.binding.rules import match_varying
 from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
-from cutjax.ops.arguments import check_accumulate, contracted, integer
+from cutjax.ops.arguments import check_accumulate, check_save, contracted, integer
 from cutjax.ops.chained import check_activation
 from cutjax.ops.fp8 import Float8Recipe
 from cutjax.ops.mlp import experts as experts_of
@@ -27,7 +27,6 @@ from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.routing import broadcastable, routed
 from cutjax.parallel.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
 from cutjax.parallel.ring import ROUTES, ring_of
-from cutjax.primitives import derivative
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.routing import Routing
 from cutjax.runtime import backends
@@ -122,8 +121,7 @@ def moe(
     """
     if layout not in ("nn", "nt"):
         raise ValueError(f"moe: unknown layout {layout!r}, expected 'nn' or 'nt'")
-    if save not in derivative.SAVE:
-        raise ValueError(f"moe: unknown save {save!r}, expected one of {derivative.SAVE}")
+    check_save(save, "moe")
     check_activation("moe", activation)
     check_accumulate(accumulate, "moe")
     backend = backends.resolve(backend, "moe")

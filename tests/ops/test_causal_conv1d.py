@@ -173,12 +173,6 @@ def test_ranks_are_not_promoted():
         cutjax.causal_conv1d_update(x[:, 0], x[:, 1:3], w, bias)
 
 
-def test_a_batch_of_weights():
-    x, ws = integers(0, (3, 2, 6, 4)), integers(1, (3, 4, 4))
-    found = jax.vmap(cutjax.causal_conv1d)(x, ws)
-    np.testing.assert_array_equal(found, [by_hand(*each) for each in zip(x, ws, strict=True)])
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_steps_are_the_sequence(dtype):
     """Prefilled with its first part, then step by step: what all of it gives at once, but for an order of sums."""

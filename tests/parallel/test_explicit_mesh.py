@@ -172,6 +172,7 @@ BATCHED = {
     "conv": (lambda x, w: cutjax.conv(x, w, epilogue=jax.nn.silu), (1, 6, 4), (3, 4, 8)),
     "grouped_gemm": (lambda x, w: cutjax.grouped_gemm(x, w, SIZES, epilogue=jax.nn.silu), (6, 4), (3, 4, 8)),
     "grouped_outer": (lambda x, dy: cutjax.grouped_outer(x, dy, SIZES), (6, 4), (6, 8)),
+    "causal_conv1d": (lambda x, w: cutjax.causal_conv1d(x, w, state=x[:2]), (6, 4), (3, 4)),
     "route": (lambda x, b: cutjax.route(x, selection_bias=b).weights * b[:, :2], (6, 4), (6, 4)),
     "dispatch": (lambda x, b: cutjax.route(b).combine(cutjax.route(b).dispatch(x)) * b, (6, 4), (6, 4)),
     "moe": (lambda x, w: cutjax.moe(x, x[:, :3], w, w, w), (6, 4), (3, 4, 4)),
