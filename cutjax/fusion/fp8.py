@@ -115,7 +115,10 @@ def _of_arguments(jaxpr: Any, eqns: list[Any]) -> list[Any]:
     conversions = {
         eqn.outvars[0]: eqn.invars[0]
         for eqn in eqns
-        if eqn.primitive is lax.convert_element_type_p and eqn.invars[0] in given and _is_rounded(eqn)
+        if eqn.primitive is lax.convert_element_type_p
+        and not is_literal(eqn.invars[0])
+        and eqn.invars[0] in given
+        and _is_rounded(eqn)
     }
     for eqn in eqns:
         product = _dense_float8(eqn)
