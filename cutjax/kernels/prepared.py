@@ -260,7 +260,7 @@ def copies_us(prepared: Sequence[Prepared], device: Device) -> float:
     return moved_us(sum(operand.moved for operand in prepared), device) + len(prepared)
 
 
-def moved_us(size: float, device: Device) -> float:
+def moved_us(size: int, device: Device) -> float:
     """Returns the microseconds of copying so many bytes, read and written."""
     if not size:  # a device may have no rates
         return 0.0

@@ -23,8 +23,6 @@ from cutjax.ops.contraction import Contraction, Move
 # Columns of which XLA's kernel by Triton has all in one tile, so that it reads rows once, wherever they lie. Up to 96
 # of TF32 were measured, and 16 of 16 bits.
 _ONE_TILE, _ONE_TILE_HALVES = 128, 16
-# How much longer XLA copies what has runs of fewer bytes than these: two of vectors took 21 us each, 17 being told.
-_SHORT, _SHORT_BYTES = 1.2, 16
 
 
 def fastest(
@@ -50,20 +48,18 @@ def fastest(
         return plans[0], backend
     dtypes = np.dtype(lhs.dtype), np.dtype(rhs.dtype), np.dtype(out_dtype)
     device = device_of(lowering.target())
-    kernels: list[tuple[float, Contraction, str]] = []
+    kernels: list[tuple[float, Contraction]] = []
     xla_us, in_one = None, False
     for plan in plans:
         problem = _problem(plan, dtypes, device)
         asked = problem and in_precision(problem, precision)
         if not asked or isinstance(asked, Choice):
             return plans[0], backend
-        # None where XLA would multiply this plan instead, of which it has still to copy what our kernel's time holds.
-        for by in dict.fromkeys((backend, "cuda" if plan.copied else backend)):
-            kernel = choose(asked, backend=by, lead=lead)
-            if kernel.time_us is not None and kernel.resolved is not None:
-                # A copy of what the kernel reads another copy of is one pass over memory: XLA fuses them.
-                again = {operand.buffer for operand in kernel.resolved.prepared}
-                kernels.append((kernel.time_us * lead + _copies_us(plan, device, again), plan, by))
+        kernel = choose(asked, backend=backend, lead=lead)  # none where XLA would multiply this plan instead
+        if kernel.time_us is not None and kernel.resolved is not None:
+            # A copy of what the kernel reads another copy of is one pass over memory: XLA fuses them.
+            again = {operand.buffer for operand in kernel.resolved.prepared}
+            kernels.append((kernel.time_us * lead + _copies_us(plan, device, again), plan))
         if plan is plans[-1]:
             measured = (entry.xla_us for entry in tuned.find(asked) if entry.xla_us)
             # What it copies it may as well put along k, which its products of TF32 read faster.
@@ -73,23 +69,16 @@ def fastest(
                 xla_us = min(xla_us, xla.LAUNCH_US + passing_us(asked))
             if xla_us is not None and not in_one:
                 xla_us += _copies_us(plan, device)
-    us, plan, by = min(kernels, key=lambda found: found[0], default=(math.inf, plans[0], backend))
+    us, plan = min(kernels, key=lambda found: found[0], default=(math.inf, plans[0]))
     if backend == "cuda" or xla_us is None or us <= xla_us:
-        return plan, by
+        return plan, backend
     return (plans[-1], "xla") if in_one else (None, backend)
 
 
 def _copies_us(plan: Contraction, device: Device, again: Collection[int] = ()) -> float:
     """Returns the microseconds of a plan's copies, but for those of some operands, 0 for a and 1 for b."""
-    moves = enumerate(zip((plan.a, plan.b, plan.d), _short(plan), strict=True))
-    sizes = [move.copied * (_SHORT if short else 1) for i, (move, short) in moves if move.copied and i not in again]
-    return moved_us(2 * sum(sizes), device) + len(sizes)
-
-
-def _short(plan: Contraction) -> list[bool]:
-    """Returns, of a, b and the result, True if it is copied from, or to, runs of few bytes in memory."""
-    runs = (plan.a, plan.a.split), (plan.b, plan.b.split), (plan.d, plan.d.shape)
-    return [0 < move.copied * (1, *shape)[-1] < _SHORT_BYTES * math.prod(shape) for move, shape in runs]
+    copies = [x.copied for i, x in enumerate((plan.a, plan.b, plan.d)) if x.copied and i not in again]
+    return moved_us(2 * sum(copies), device) + len(copies)
 
 
 def _in_one_kernel(plan: Contraction, problem: Problem) -> bool:
@@ -97,12 +86,12 @@ def _in_one_kernel(plan: Contraction, problem: Problem) -> bool:
 
     So it does few columns by rows of a that lie on both sides of the contraction, as those of the result lie on both
     sides of the columns: a product along an axis in the middle. That was measured of TF32 and of 16 bits alone. Before
-    an axis of 3 it copies a all the same.
+    an axis of 3 it copies a all the same, and takes 0.76 of its own contraction's time.
     """
     most = _ONE_TILE if problem.math == "tf32" else _ONE_TILE_HALVES if problem.a.bits == 16 else 0
     few = problem.batch_size == 1 and problem.n <= most
     copied = plan.a.copied > 0 and not plan.b.copied
-    return few and copied and problem.layout[0] == "t" and _turns(plan.a) and _turns(plan.d) and not any(_short(plan))
+    return few and copied and problem.layout[0] == "t" and _turns(plan.a) and _turns(plan.d)
 
 
 def _turns(move: Move) -> bool:

@@ -61,8 +61,8 @@ def test_kernels_take_what_xla_has_to_transpose():
         # Rows on both sides of a batch axis are copied by XLA, and so is the result: 13 us for its 34 (measured on an
         # H200, experiments/contractions-again-h200.json, as are the others).
         ("blmi,lio->blmo", ((64, 16, 31, 128), (16, 128, 128)), "float32", 0, "auto"),
-        # Vectors: our kernel's copy of the operand is the transposition that XLA's product waits for; 38 us for 69.
-        ("nui,uv->nvi", ((16384, 128, 3), (128, 128)), "float32", -1, "cuda"),
+        # Vectors: XLA takes 0.86 of the time for the product of one plan. (Our kernel takes 0.55, but is told more.)
+        ("nui,uv->nvi", ((16384, 128, 3), (128, 128)), "float32", -1, "xla"),
         # cuBLAS's tiles of complex numbers are wide: 0.72 ms for 1.48.
         ("xaybz,abcd->xcydz", ((64, 2, 256, 2, 512), (2, 2, 2, 2)), "complex64", -1, "auto"),
     ],
@@ -70,6 +70,8 @@ def test_kernels_take_what_xla_has_to_transpose():
 def test_what_was_faster_is_taken(equation, shapes, dtype, plan, by):
     plans, found = fastest(equation, shapes, jnp.dtype(dtype))
     assert found == (plans[plan], by)
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    jax.jit(lambda x, y: cutjax.einsum(equation, x, y)).lower(*avals)  # where there is no GPU, too
 
 
 @pytest.mark.parametrize("equation", ["iqrs,qj->ijrs", "qj,iqrs->ijrs"])
