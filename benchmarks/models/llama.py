@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -63,6 +64,7 @@ class Attention(nn.Module):
     way: Way
     dtype: Any
     param_dtype: Any
+    joined: bool = False  # queries, keys and values by one product, as they are served
 
     @nn.compact
     def __call__(self, x: Array, cache: Cache | None, position: Array) -> tuple[Array, Cache]:
@@ -71,9 +73,12 @@ class Attention(nn.Module):
         dense = functools.partial(
             self.way.dense_general, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
         )
-        q = dense((sizes.heads, sizes.size), name="query")(x)
-        k = dense((sizes.kv_heads, sizes.size), name="key")(x)
-        v = dense((sizes.kv_heads, sizes.size), name="value")(x)
+        names = {"query": sizes.heads, "key": sizes.kv_heads, "value": sizes.kv_heads}
+        if self.joined:
+            qkv = dense((sum(names.values()), sizes.size), name="qkv")(x)
+            q, k, v = jnp.split(qkv, list(itertools.accumulate(names.values()))[:-1], axis=-2)
+        else:
+            q, k, v = (dense((heads, sizes.size), name=name)(x) for name, heads in names.items())
         positions = position + jnp.arange(time)
         q, k = rotate(q, positions), rotate(k, positions)
         if cache is None:
@@ -99,13 +104,15 @@ class Block(nn.Module):
     way: Way
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.float32
+    joined: bool = False
 
     @nn.compact
     def __call__(self, x: Array, cache: Cache | None = None, position: Array | int = 0) -> tuple[Array, Cache]:
         """Returns the result, and the keys and values."""
         sizes, dtypes = self.sizes, {"dtype": self.dtype, "param_dtype": self.param_dtype}
         y = nn.RMSNorm(name="attention_norm", **dtypes)(x)
-        y, cache = Attention(sizes, self.way, name="attention", **dtypes)(y, cache, jnp.asarray(position))
+        attention = Attention(sizes, self.way, joined=self.joined, name="attention", **dtypes)
+        y, cache = attention(y, cache, jnp.asarray(position))
         x = x + y
         y = nn.RMSNorm(name="mlp_norm", **dtypes)(x)
         if sizes.experts:
@@ -129,7 +136,7 @@ class Stack(nn.Module):
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.dtype}  # as served: no f32 copy
         x, written = nn.Embed(self.vocabulary, self.sizes.width, name="embed", **dtypes)(tokens), []
         for i, cache in enumerate(caches):
-            x, cache = Block(self.sizes, self.way, name=f"block_{i}", **dtypes)(x, cache, position)
+            x, cache = Block(self.sizes, self.way, joined=True, name=f"block_{i}", **dtypes)(x, cache, position)
             written.append(cache)
         x = nn.RMSNorm(name="norm", **dtypes)(x)
         return self.way.dense(self.vocabulary, use_bias=False, name="head", **dtypes)(x), written

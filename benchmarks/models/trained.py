@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import cutjax
 from benchmarks.models import classifiers, generators, gpt2, llama, vit
 from benchmarks.models.layers import Maker
 from benchmarks.models.ways import way
@@ -127,7 +129,26 @@ def decoding(sequences: int, context: int, steps: int, layers: int, vocabulary: 
 
         return decode
 
-    return Model(init, loss)
+    return Model(init, loss, served)
+
+
+GROUP = 128  # of k, whose weights of 4 bits share a scale
+
+
+def served(way: Any, params: Any) -> Any:
+    """Returns the parameters of a way that decodes: of "int4" the kernels are quantized, the head's too."""
+
+    def of(path: Any, w: jax.Array) -> Any:
+        if path[-1].key != "kernel":
+            return w
+        axes = 2 if path[-2].key == "out" else 1  # those of k: heads and their features, or features
+        k, n = w.shape[:axes], w.shape[axes:]
+        group = math.gcd(GROUP, k[-1])
+        flat = w.reshape(math.prod(k), math.prod(n))
+        q = cutjax.quantize(flat, jnp.int4, block=(group, 1), scale_dtype=jnp.bfloat16)
+        return cutjax.Quantized(q.values.reshape(w.shape), q.scale.reshape(*k[:-1], k[-1] // group, *n))
+
+    return jax.jit(functools.partial(jax.tree_util.tree_map_with_path, of))(params) if way.name == "int4" else params
 
 
 def classifier(kind: str, batch: int, side: int, **sizes: Any) -> Model:

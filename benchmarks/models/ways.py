@@ -1,6 +1,7 @@
 """The ways to run a model: the layers and functions that it is built from, and what is wrapped around the whole.
 
-"jax", "fuse" and "step" are the same program, without cutjax; all ways have the same parameters.
+"jax", "fuse", "step" and the recipes of float8 are the same program, without cutjax. All ways have the same parameters,
+but that "int4" has those of its products quantized.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import cutjax
 from benchmarks.models.layers import Layers, drop_ins, ours, plain
 
 WAYS = ("jax", "dropin", "fuse", "step", "flax")
+RECIPES = ("fp8-tensor", "fp8-row", "fp8-block")
 Array = jax.Array
 
 
@@ -62,6 +64,8 @@ def way(name: str) -> Way:
         )
     if name == "fuse":
         return way("jax")._replace(name=name, transform=cutjax.fuse)
+    if name in RECIPES:
+        return way("jax")._replace(name=name, transform=functools.partial(cutjax.fuse, fp8=name.removeprefix("fp8-")))
     if name == "step":
         return way("jax")._replace(name=name, of_step=functools.partial(cutjax.fuse, donate_argnums=0))
     if name == "flax":
@@ -69,7 +73,9 @@ def way(name: str) -> Way:
 
         modules = linen.Dense, linen.DenseGeneral, linen.GatedMLP, linen.MoE
         return Way(name, *modules, cutjax.dot_general, cutjax.einsum, ours())
-    raise ValueError(f"unknown way {name!r}, expected one of {WAYS}")
+    if name == "int4":
+        return way("flax")._replace(name=name, transform=cutjax.fuse)
+    raise ValueError(f"unknown way {name!r}, expected one of {(*WAYS, *RECIPES, 'int4')}")
 
 
 def exactly(function: Callable) -> Callable:

@@ -27,12 +27,15 @@ from benchmarks.record import Row
 from benchmarks.suite import Run, Suite
 
 WAYS = ("jax", "dropin", "fuse", "step", "flax")
+RECIPES = ("fp8-tensor", "fp8-row", "fp8-block")
 # Steps whose losses are compared; rounds of turns; and the least time of a turn, some ten steps, as a loop of training
 # issues them: a turn of one step is its kernels and 7 ms of the host's and of waiting.
 CHECKED, ROUNDS, ROUND_S = 4, 12, 0.4
 # Ways round to bf16 in different places. On a CPU the small models' losses then differ by at most 6e-3 of the first,
 # and their gradients by at most 2.1e-2 of their norm; without the gradient of one of 24 equal layers, by 0.2.
 LOSSES, GRADIENTS = 1e-2, 5e-2
+# Of float8: a product of float8_e4m3fn differs by 4e-2 (docs/low-precision.md), and gradients pass some of them.
+FLOAT8 = 0.2
 # Norms amplify that: where a program has some, its gradients are compared with those of float32, from which they may be
 # so many times as far as plain JAX's.
 EXACT, MORE = "float32", 1.5
@@ -53,6 +56,7 @@ class Program:
       trains: whether a step is one of AdamW's; else it is the loss alone.
       baselines: ways of plain JAX, of which the fastest counts.
       norms: whether the first step's gradients are compared with those in float32; else with plain JAX's.
+      ways: those that are measured where none are asked for.
     """
 
     name: str
@@ -63,6 +67,7 @@ class Program:
     trains: bool = True
     baselines: tuple[str, ...] = ("jax",)
     norms: bool = False
+    ways: tuple[str, ...] = WAYS
 
     def make(self) -> Any:
         """Returns the model; imports Flax, which the other benchmarks do without."""
@@ -121,12 +126,20 @@ def _classifier(letter: str, name: str, kind: str, target: float, batch: int, **
 
 
 PROGRAMS = (
-    *_both("a", "llama block", "block", 1.05, TOKENS | LLAMA, FEW | SMALL),
-    *_both("b", "deepseek block", "block", 3.0, TOKENS | DEEPSEEK, FEW | EXPERTS, baselines=("jax", "onehot")),
+    *_both("a", "llama block", "block", 1.05, TOKENS | LLAMA, FEW | SMALL, ways=(*WAYS, *RECIPES)),
+    *_both(
+        *("b", "deepseek block", "block", 3.0, TOKENS | DEEPSEEK, FEW | EXPERTS),
+        baselines=("jax", "onehot"),
+        ways=(*WAYS, *RECIPES),
+    ),
     *_both("c", "gpt2 medium", "gpt2_model", 1.03, {"batch": 8, "length": 1024}, FEW | SMALL_GPT2),
     *_both("d", "vit b16", "vit_model", 1.03, {"batch": 64, "side": 224}, {"batch": 8, "side": 8} | SMALL_VIT),
-    *_both("e", "decoding", "decoding", 1.10, SERVED | LLAMA, SMALL_SERVED | SMALL, trains=False),
-    Program("decoding 64", ("suite", "e"), "decoding", SERVED | LLAMA | {"sequences": 64}, 1.10, trains=False),
+    *_both("e", "decoding", "decoding", 1.10, SERVED | LLAMA, SMALL_SERVED | SMALL, trains=False, ways=(*WAYS, "int4")),
+    Program(
+        *("decoding 64", ("suite", "e"), "decoding", SERVED | LLAMA | {"sequences": 64}, 1.10),
+        trains=False,
+        ways=(*WAYS, "int4"),
+    ),
     *_classifier("f", "resnet50", "ResNet", 1.15, 256, norms=True),
     *_classifier("g", "convnext-t", "ConvNeXt", 1.6, 128, norms=True),
     *_both("h", "hifi-gan", "vocoder", 2.5, {"batch": 16, "frames": 32}, SMALL_VOICE, norms=True),
@@ -275,7 +288,7 @@ def measure_case(program: Program, run: Run) -> list[Row]:
 
     model = program.make()
     made = jax.jit(functools.partial(make_state, program, model))
-    asked = tuple(name for name in WAYS if run.peers is None or name in run.peers)
+    asked = tuple(name for name in program.ways if run.peers is None or name in run.peers)
     names = tuple(dict.fromkeys((*program.baselines, *asked)))
     rows = {name: Row(program.name, name) for name in names}
     running: dict[str, Running] = {}
@@ -314,7 +327,7 @@ def measure_case(program: Program, run: Run) -> list[Row]:
             peak_mib=peak_mib(compiled.step),
             error=error,
             figures={**figures, "compile_s": compiled.compile_s},
-            failure=_wrong(error, difference, most),
+            failure=_wrong(error, difference, FLOAT8 if name in RECIPES else most),
         )
         running[name] = step
     del exact

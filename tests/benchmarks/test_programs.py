@@ -74,10 +74,10 @@ def test_a_way_that_is_wrong_or_fails_is_told(quick, monkeypatch):
         if name != "dropin":
             return right(name)
 
-        def doubled(x, *args, **kwargs):
-            return 2 * jnp.einsum(x, *args, **kwargs)
+        def multiplied(x, *args, **kwargs):
+            return 8 * jnp.einsum(x, *args, **kwargs)
 
-        return right("jax")._replace(name=name, einsum=doubled)
+        return right("jax")._replace(name=name, einsum=multiplied)
 
     monkeypatch.setattr(ways, "way", wrong)
     asked = suite.Run("host", RUN.roofline, peers=("dropin", "flax"))
