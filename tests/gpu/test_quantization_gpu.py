@@ -52,8 +52,9 @@ def test_a_layer():
         rows = cutjax.explain(run, platform="cuda")(x, w).rows
         got = jax.jit(lambda x, w: run(x, w))(x, w)
     assert sum(row.count for row in rows if row.kernel.startswith("quantize_bf16")) == 6
-    with cutjax.use_backend("xla"):
-        wanted = jax.jit(lambda x, w: run(x, w))(x, w)
+    with cutjax.use_backend("xla"):  # which may leave a rounding out that it sees undone: forward that of x, 2.6e-2
+        options = {"xla_allow_excess_precision": False}
+        wanted = jax.jit(lambda x, w: run(x, w), compiler_options=options)(x, w)
     for y, z in zip(got, wanted, strict=True):
         y, z = (np.asarray(a, np.float32) for a in (y, z))
         assert np.linalg.norm(y - z) < 2**-7 * np.linalg.norm(z)
