@@ -86,6 +86,7 @@ def decide(
       divided: whether XLA's partitioner divides the program at this place over several devices.
       several: whether a kernel here is one device's part of a program over several.
     """
+    settings()  # what is wrong in the environment is so on each platform
     backend, config = params["backend"], params.get("config")
     insists = backend == "cuda" and primitive not in optional and not is_apart(primitive, avals, params)
     if platform != "cuda":

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import cutjax
 from cutjax.runtime import settings
 from cutjax.runtime.settings import Settings
 
@@ -69,6 +72,15 @@ def test_read_once(monkeypatch):
     assert settings.settings().target_arch == "sm_100a"
     monkeypatch.setenv("CUTJAX_TARGET_ARCH", "sm_120a")
     assert settings.settings().target_arch == "sm_100a"
+
+
+@pytest.mark.parametrize("name", ["CUTJAX_MEASURE", "CUTJAX_CACHE_SIZE", "CUTJAX_TARGET_ARCH"])
+def test_a_bad_variable_is_an_error_without_a_gpu(monkeypatch, name):
+    """Also where nothing that a variable says is used."""
+    monkeypatch.setattr(settings, "_current", None)
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ValueError, match=f"{name}: expected .* got 'x'"):
+        jax.jit(lambda x: cutjax.gemm(x, x)).lower(jnp.ones((8, 8)))
 
 
 def test_override_restores():
