@@ -417,6 +417,37 @@ def test_frozen(on_gpu, tmp_path):
     assert not on_gpu.tasks
 
 
+def test_a_frozen_program_is_the_same_whatever_is_tuned(tmp_path, monkeypatch):
+    """Plans of contractions, fused tails, groups and gradients too, which are chosen as programs are traced."""
+    asked, find = {}, tuned.find
+    monkeypatch.setattr(tuned, "find", lambda problem: (asked.setdefault(problem), find(problem))[1])
+
+    def step(x, w, q, experts, sizes):
+        y = cutjax.fuse(lambda x, w: jax.nn.gelu(x @ w))(x, w)
+        scores = cutjax.einsum("bqhd,bkhd->bhqk", q, q)
+        mixed = cutjax.einsum("bsic,bsjd->bijcd", q, q)
+        rows = cutjax.grouped_gemm(y, experts, sizes)
+        return sum(z.astype(jnp.float32).sum() for z in (cutjax.gemm(y, w), scores, mixed, rows))
+
+    def program():
+        jax.clear_caches()
+        shapes = ((256, 512), (512, 512), (4, 256, 8, 64), (8, 512, 512))
+        avals = [jax.ShapeDtypeStruct(shape, H) for shape in shapes]
+        f = jax.jit(jax.value_and_grad(step, argnums=(0, 1, 2, 3)))
+        return f.trace(*avals, jax.ShapeDtypeStruct((8,), jnp.int32)).lower(lowering_platforms=("cuda",)).as_text()
+
+    with cutjax.use_tuning(frozen=write(tmp_path / "a.json", SECOND, 7.0, 9.0)):
+        frozen = program()
+    for i, problem in enumerate(asked):
+        configs = cutjax.candidates(problem)
+        if configs:  # each other kernel is fast, and so is each other product of XLA's
+            write(user_file(), configs[-1], 1.0, (99.0, 0.5)[i % 2], problem)
+    assert len(asked) > 8
+    assert program() != frozen
+    with cutjax.use_tuning(frozen=tmp_path / "a.json"):
+        assert program() == frozen
+
+
 def test_a_scope_counts_where_it_is_entered(tmp_path):
     """Not where it was made; the file is read there."""
     path, third = write(tmp_path / "a.json", SECOND, 7.0, 9.0), cutjax.candidates(PROBLEM)[2]
