@@ -19,6 +19,7 @@ from cutjax.fusion.dequantized import requantized
 from cutjax.fusion.flips import flip
 from cutjax.fusion.form import Form
 from cutjax.fusion.fp8 import Recipes, may_be_float8, quantized
+from cutjax.fusion.gathered import gathered, moves_rows
 from cutjax.fusion.growth import MOST_PRODUCTS, NOTHING, Finder
 from cutjax.fusion.heads.rewrite import headed
 from cutjax.fusion.inline import inlined
@@ -84,7 +85,7 @@ class Rewriter:
     def _rewritten(self, jaxpr: Any, donated: tuple[bool, ...]) -> Any:
         if not self._multiplies(jaxpr):
             return jaxpr
-        jaxpr = inlined(jaxpr, self._multiplies)
+        jaxpr = inlined(jaxpr, lambda body: self._multiplies(body) or moves_rows(body))
         eqns = [
             self._inside(eqn) if eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))) else eqn
             for eqn in opened(jaxpr).eqns
@@ -96,7 +97,7 @@ class Rewriter:
                 products = (graph.eqns[i] for i in sorted(graph.live) if is_product(graph.eqns[i]))
                 self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name not in OWN)
                 return jaxpr
-            jaxpr = of_results(narrowed(requantized(cancelled(jaxpr))))
+            jaxpr = gathered(of_results(narrowed(requantized(cancelled(jaxpr)))))
             jaxpr, heads = headed(jaxpr, self.policy == "always", self._keys, self._template)
             self.reports += heads
             if self.fp8 is not None:

@@ -111,7 +111,7 @@ def sorted_pairs(indices: jax.Array, experts: int) -> tuple[jax.Array, jax.Array
     pairs = indices.reshape(*indices.shape[:-2], -1)
     # To shard_map an argsort does not vary over the mesh axes its argument varies over, which it does.
     permutation = match_varying(jnp.argsort(pairs, stable=True).astype(jnp.int32), pairs)[0]
-    inverse = jnp.vectorize(_inverse, signature="(r)->(r)")(permutation).reshape(indices.shape)
+    inverse = jnp.vectorize(inverse_of, signature="(r)->(r)")(permutation).reshape(indices.shape)
     return permutation, inverse, histogram(pairs, experts)
 
 
@@ -122,7 +122,7 @@ def is_expert(indices: jax.Array, experts: int) -> jax.Array:
     )
 
 
-def _inverse(permutation: jax.Array) -> jax.Array:
+def inverse_of(permutation: jax.Array) -> jax.Array:
     """Computes the inverse by a scatter, but of integers, each to a place of its own."""
     places = jnp.arange(permutation.size, dtype=permutation.dtype)
     return jnp.zeros_like(permutation).at[permutation].set(places, unique_indices=True, mode="promise_in_bounds")
@@ -149,6 +149,12 @@ def from_slots(rows: jax.Array, pairs: jax.Array, slots: jax.Array) -> jax.Array
 def dispatched(x: jax.Array, permutation: jax.Array, inverse: jax.Array, backend: str) -> jax.Array:
     """Returns the row of each pair: ``Routing.dispatch`` of arrays of equal rank."""
     return dispatch_p.bind(*match_varying(x, permutation, inverse), fill=False, backend=backend)
+
+
+def combined(rows: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Computes the sum of each token's rows: ``Routing.combine`` of arrays of equal rank."""
+    backend = backends.resolve(None, "combine")
+    return combine_p.bind(*match_varying(rows, permutation, inverse), fill=False, backend=backend)
 
 
 # Dispatch and combine: linear in their rows, and each the transpose of the other. JAX's own transpose of a gather is a

@@ -1,0 +1,289 @@
+"""Rows that a program scatters by the order of a sort, as plain code of experts does: cutjax.fuse gathers them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checks import close, integers, normal, same
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType
+
+import cutjax
+
+pytestmark = pytest.mark.versions
+
+T, K, D, E = 12, 3, 8, 4
+N = T * K
+X, W, S = integers(0, (T, D)), integers(1, (D, D)), integers(2, (T, K))
+CHOSEN = jnp.array(integers(3, (T, K), jnp.int32) + 2) % E
+
+
+def order_of(chosen):
+    return jnp.argsort(chosen.reshape(-1))
+
+
+def gather(x, w, s, chosen):
+    """As in most code: rows gathered, weighted, and gathered back."""
+    order = order_of(chosen)
+    out = (x[order // K] @ w) * s.reshape(-1)[order][:, None]
+    return out[jnp.argsort(order)].reshape(T, K, D).sum(1)
+
+
+def added(x, w, s, chosen):
+    place = order_of(chosen) // K
+    return jnp.zeros_like(x).at[place].add(x[place] @ w)
+
+
+def added_to(x, w, s, chosen):
+    place = order_of(chosen) // K
+    return x.at[place].add(x[place] @ w)
+
+
+def segments(x, w, s, chosen):
+    place = order_of(chosen) // K
+    return jax.ops.segment_sum(jnp.take(x, place, axis=0, mode="clip") @ w, place, T)
+
+
+def taken(x, w, s, chosen):
+    order = order_of(chosen)
+    return (
+        jnp.take(jnp.take(x, order // K, axis=0) @ w, jnp.argsort(order, stable=False), axis=0).reshape(T, K, D).sum(1)
+    )
+
+
+def repeated(x, w, s, chosen):
+    order = order_of(chosen)
+    return (jnp.repeat(x, K, axis=0)[order] @ w)[jnp.argsort(order)].reshape(T, K, D).sum(1)
+
+
+def tiled(x, w, s, chosen):
+    """Pairs by choice, then by token."""
+    order = order_of(chosen.T)
+    return (x[order % T] @ w)[jnp.argsort(order)].reshape(K, T, D).sum(0)
+
+
+def of_numbers(x, w, s, chosen):
+    """The numbers of tokens are sorted."""
+    place = jnp.repeat(jnp.arange(T), K)[order_of(chosen)]
+    return jnp.zeros_like(x).at[place].add(x[place] @ w, mode="drop")
+
+
+def inverse_scattered(x, w, s, chosen):
+    order = order_of(chosen)
+    inverse = jnp.zeros(N, order.dtype).at[order].set(jnp.arange(N, dtype=order.dtype)).reshape(T, K)
+    return (x[order // K] @ w)[inverse].sum(1)
+
+
+def put_back(x, w, s, chosen):
+    order = order_of(chosen)
+    return jnp.zeros((N, D), x.dtype).at[order].set(x[order // K] @ w).reshape(T, K, D).sum(1)
+
+
+def by_pairs(x, w, s, chosen):
+    """The numbers of an axis of tokens and one of choices, rows of two axes."""
+    order = order_of(chosen)
+    back = jnp.argsort(order).reshape(T, K)
+    out = jnp.zeros((N, 2, D // 2), x.dtype).at[back].add((jnp.repeat(x, K, axis=0) @ w).reshape(T, K, 2, D // 2))
+    return out.reshape(N, D)[back].sum(1)
+
+
+def with_keys(x, w, s, chosen):
+    """Several arrays in one sort."""
+    _, order, _ = lax.sort((chosen.reshape(-1), jnp.arange(N), s.reshape(-1)), num_keys=1)
+    return jnp.zeros_like(x).at[order // K].add(x[order // K] @ w)
+
+
+def remade(x, w, s, chosen):
+    return jax.checkpoint(functools.partial(gather, chosen=chosen))(x, w, s)
+
+
+def looped(x, w, s, chosen):
+    def body(x, _):
+        return jax.checkpoint(functools.partial(gather, chosen=chosen))(x, w, s) % 5, None
+
+    return lax.scan(body, x, None, length=2)[0]
+
+
+def one_row(x, w, s, chosen):
+    """A permutation of one, and indices made of it: each row comes to the same place."""
+    place = jnp.broadcast_to(jnp.argsort(chosen[0, :1]), (T,))
+    return jnp.zeros_like(x).at[place].add(x @ w)
+
+
+GATHERED = [gather, added, added_to, segments, taken, repeated, tiled, of_numbers, inverse_scattered, put_back]
+GATHERED += [by_pairs, with_keys, remade, looped]
+
+
+def unknown(x, w, s, chosen):
+    """Numbers that come as they are: some twice, others never."""
+    place = chosen.reshape(-1)
+    return jnp.zeros_like(x).at[place].add(x[place] @ w)
+
+
+def fewer_places(x, w, s, chosen):
+    """Of the last row of a token there is no place, and of the first one two."""
+    order = order_of(chosen)
+    return jnp.zeros((T - 1, D), x.dtype).at[order // K].add(x[order // K] @ w, mode="drop")
+
+
+def more_places(x, w, s, chosen):
+    order = order_of(chosen)
+    return jnp.ones((T + 1, D), x.dtype).at[order // K].add(x[order // K] @ w)
+
+
+def before_the_first(x, w, s, chosen):
+    """Python's -1 is the last row."""
+    order = order_of(chosen)
+    return jnp.zeros((N, D), x.dtype).at[order - 1].add(x[order // K] @ w)
+
+
+def beyond_the_last(x, w, s, chosen):
+    order = order_of(chosen)
+    return jnp.zeros((N, D), x.dtype).at[order + 1].set(x[order // K] @ w, mode="drop")
+
+
+def clipped(x, w, s, chosen):
+    order = order_of(chosen)
+    return jnp.zeros((N, D), x.dtype).at[order + 1].add(x[order // K] @ w, mode="clip")
+
+
+def uneven(x, w, s, chosen):
+    """The first place has more rows than the others."""
+    place = jnp.maximum(order_of(chosen) // K, 1)
+    return jnp.zeros_like(x).at[place].add(x[place] @ w)
+
+
+def part(x, w, s, chosen):
+    order = order_of(chosen)[:-K]
+    return jnp.zeros_like(x).at[order // K].add(x[order // K] @ w)
+
+
+def sorted_values(x, w, s, chosen):
+    """The keys themselves are no permutation."""
+    place = jnp.sort(chosen.reshape(-1))
+    return jnp.zeros_like(x).at[place].add(x[place] @ w)
+
+
+def greatest(x, w, s, chosen):
+    place = order_of(chosen) // K
+    return jnp.full_like(x, -1e3).at[place].max(x[place] @ w)
+
+
+def last_of_several(x, w, s, chosen):
+    """Of rows for one place any may stay: each token's are equal."""
+    place = order_of(chosen) // K
+    return jnp.zeros_like(x).at[place].set(x[place] @ w)
+
+
+LEFT = [unknown, fewer_places, more_places, before_the_first, beyond_the_last, clipped, uneven, part, sorted_values]
+LEFT += [greatest, last_of_several, one_row]
+
+
+def gradients(fn, of_each=True):
+    """The sum of a function's squares, and its gradients in x, w and s."""
+    return jax.value_and_grad(lambda *args: (fn(*args) ** 2).sum() if of_each else fn(*args).sum(), (0, 1, 2))
+
+
+def scatters_of_rows(fn, *args):
+    """The scatters of a program of whole rows, which are no lists of numbers."""
+
+    def count(jaxpr):
+        found = 0
+        for eqn in jaxpr.eqns:
+            found += eqn.primitive.name.startswith("scatter") and eqn.invars[0].aval.ndim > 1
+            found += sum(map(count, jaxprs_in_params(eqn.params)))
+        return found
+
+    return count(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+@pytest.mark.parametrize("fn", GATHERED, ids=lambda fn: fn.__name__)
+def test_gathered(fn):
+    """No row is scattered, forward or backward; values and gradients are exact."""
+    for program in (fn, gradients(fn)):
+        fused = cutjax.fuse(program)
+        assert scatters_of_rows(program, X, W, S, CHOSEN) or program is fn
+        assert not scatters_of_rows(fused, X, W, S, CHOSEN)
+        same(fused(X, W, S, CHOSEN), jax.jit(program)(X, W, S, CHOSEN))
+
+
+@pytest.mark.parametrize("fn", LEFT, ids=lambda fn: fn.__name__)
+def test_left(fn):
+    """What need not be a permutation is scattered, with the same result."""
+    fused = cutjax.fuse(fn)
+    assert scatters_of_rows(fused, X, W, S, CHOSEN)
+    same(fused(X, W, S, CHOSEN), jax.jit(fn)(X, W, S, CHOSEN))
+    same(*(jax.jit(gradients(x))(X, W, S, CHOSEN) for x in (fused, fn)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64])
+def test_dtypes(dtype):
+    x, w = X.astype(dtype), W.astype(dtype)
+    for fn in (added, added_to, put_back):
+        same(cutjax.fuse(fn)(x, w, S, CHOSEN), jax.jit(fn)(x, w, S, CHOSEN))
+
+
+def test_sums_are_rounded_once():
+    """Of 16 bits a scatter rounds each sum, in whatever order."""
+    x, w = normal(4, (T, D), jnp.bfloat16), normal(5, (D, D), jnp.bfloat16)
+    place = order_of(CHOSEN) // K
+    rows = jax.jit(lambda x, w: x[place] @ w)(x, w).astype(jnp.float32)
+    exact = jnp.zeros((T, D)).at[place].add(rows).astype(x.dtype)
+    same(cutjax.fuse(added)(x, w, S, CHOSEN), exact)
+
+
+@pytest.mark.parametrize("fn", [gather, added_to, put_back], ids=lambda fn: fn.__name__)
+def test_derivatives_of_the_fused(fn):
+    """Of the rewritten program, in both modes, twice, and batched."""
+    fused, args = cutjax.fuse(functools.partial(fn, chosen=CHOSEN)), (X, W, S)
+    plain = functools.partial(fn, chosen=CHOSEN)
+    same(gradients(fused)(*args), gradients(plain)(*args))
+    same(jax.jvp(fused, args, args), jax.jvp(plain, args, args))
+    second = [jax.hessian(lambda x, f=f: (f(x, W, S) ** 2).sum())(X) for f in (fused, plain)]
+    same(*second)
+    batch = jnp.stack([X, 2 * X])
+    same(jax.vmap(fused, (0, None, None))(batch, W, S), jax.vmap(plain, (0, None, None))(batch, W, S))
+
+
+@pytest.mark.parametrize("fn", [gather, added, repeated], ids=lambda fn: fn.__name__)
+def test_of_a_batch(fn):
+    """jax.vmap inside: each example has an order of its own."""
+    xs, chosen = jnp.stack([X, 2 * X]), jnp.stack([CHOSEN, CHOSEN[::-1]])
+
+    def loss(xs, w, s):
+        return (jax.vmap(fn, (0, None, None, 0))(xs, w, s, chosen) ** 2).sum()
+
+    same(cutjax.fuse(jax.grad(loss, (0, 1, 2)))(xs, W, S), jax.grad(loss, (0, 1, 2))(xs, W, S))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map(check_vma):
+    """On each device of a mesh, of its own tokens."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    x, s, chosen = (jnp.tile(a, (4, 1)) for a in (X, S, CHOSEN))
+    specs = jax.P("d"), jax.P(), jax.P("d"), jax.P("d")
+
+    def run(x, w, s, chosen):
+        return gradients(gather)(x, w, s, chosen)[1][0]
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=jax.P("d"), check_vma=check_vma)
+    fused = cutjax.fuse(mapped)
+    assert not scatters_of_rows(fused, x, W, s, chosen)
+    same(fused(x, W, s, chosen), jax.jit(mapped)(x, W, s, chosen))
+
+
+def test_divided_by_xla():
+    """Where XLA divides the program nothing is rewritten."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("d")))
+    close(jax.jit(cutjax.fuse(gradients(gather)))(x, W, S, CHOSEN), jax.jit(gradients(gather))(x, W, S, CHOSEN))
+
+
+def test_nothing_sorted():
+    """Programs that sort nothing are as they were."""
+    fused = jax.make_jaxpr(cutjax.fuse(unknown))(X, W, S, CHOSEN)
+    assert "cutjax_combine" not in str(fused)
