@@ -11,12 +11,14 @@ import numpy as np
 from jax import lax
 
 from cutjax.epilogue.jaxpr import CALLS, IDENTITIES, callee, reorders
-from cutjax.fusion.contraction import is_sharded
-from cutjax.fusion.jaxprs import bodies, is_literal, is_marked, opened, with_equations
+from cutjax.fusion.contraction import RAGGED, is_sharded
+from cutjax.fusion.jaxprs import bodies, is_literal, is_marked, opened, variables, with_equations
 from cutjax.fusion.narrow import in_place_of
-from cutjax.primitives.routing import combined, inverse_of
+from cutjax.primitives.routing import combined, dispatched, inverse_of
+from cutjax.runtime import backends
 
 _SCATTERS = frozenset(["scatter", "scatter-add"])
+_GROUPED = frozenset([RAGGED, "cutjax_grouped_gemm", "cutjax_grouped_outer"])
 _MOVING = _SCATTERS | {"sort", "gather"}
 _RESHAPES = IDENTITIES | {"reshape", "squeeze", "expand_dims", "stop_gradient"}
 _MOST = 1 << 22  # elements of an array whose values are followed
@@ -32,13 +34,14 @@ def gathered(jaxpr: Any) -> Any:
 
     Results of experts go back to their tokens so, and JAX's gradient of a gather does: a scatter, which on a GPU adds
     by atomics, in any order, and rounds each time. Where the places are ``order // k`` of a permutation, or ``order %
-    places``, each gets the k rows that the inverse says. What is none by what the program itself does stays.
+    places``, each gets the k rows that the inverse says. What is none by what the program itself does stays. Rows that
+    are gathered so for products in groups, and nothing else, are dispatched: there is a kernel for that.
     """
     inner = opened(jaxpr)
     names = {eqn.primitive.name for eqn in inner.eqns}
-    if "sort" not in names or names.isdisjoint(_SCATTERS):
+    if "sort" not in names or names.isdisjoint(_SCATTERS | {"gather"}):
         return jaxpr
-    follower = _Follower()
+    follower = _Follower(inner)
     return with_equations(jaxpr, [made for eqn in inner.eqns for made in follower.follow(eqn)])
 
 
@@ -57,7 +60,11 @@ class Values(NamedTuple):
 class _Follower:
     """The values of integers in a program, as far as they follow from iotas and the orders of sorts."""
 
-    def __init__(self) -> None:
+    def __init__(self, jaxpr: Any) -> None:
+        readers: dict[bool, set[Any]] = {True: set(), False: {x for x in jaxpr.outvars if not is_literal(x)}}
+        for eqn in jaxpr.eqns:
+            readers[eqn.primitive.name in _GROUPED].update(variables(eqn))
+        self._multiplied = readers[True] - readers[False]  # by products in groups, and read by nothing else
         self._found: dict[Any, Values] = {}
         self._inverses: dict[Any, Any] = {}  # of permutations, both ways
         self._zeros: set[Any] = set()
@@ -67,15 +74,17 @@ class _Follower:
         name, out = eqn.primitive.name, next(iter(eqn.outvars), None)
         if name == "sort":
             self._sort(eqn)
-        elif name in _SCATTERS:
-            return [eqn] if is_marked(eqn) else self._scattered(eqn) or [eqn]
+        elif name in _SCATTERS and not is_marked(eqn):
+            return self._scattered(eqn) or [eqn]
+        elif name == "gather" and not is_marked(eqn) and (made := self._copied(eqn)) is not None:
+            return made
         elif name == "broadcast_in_dim" and is_literal(eqn.invars[0]) and eqn.invars[0].val == 0:
             self._zeros.add(out)
         if out is not None and _is_small(out.aval):
             args = [self._of(x) for x in eqn.invars]
-            made = None if None in args else _result(eqn, [x for x in args if x is not None])
-            if made is not None:
-                self._found[out] = made
+            values = None if None in args else _result(eqn, [x for x in args if x is not None])
+            if values is not None:
+                self._found[out] = values
         return [eqn]
 
     def _of(self, x: Any) -> Values | None:
@@ -101,35 +110,73 @@ class _Follower:
     def _scattered(self, eqn: Any) -> list[Any] | None:
         """Returns the equations of gathers in the place of a scatter; None where it stays."""
         (operand, indices, updates), (out,) = eqn.invars, eqn.outvars
-        index, (places, *window) = self._of(indices), out.aval.shape or (0,)
-        if index is None or index.order is None or not _is_of_rows(eqn) or is_literal(updates):
+        places, *window = out.aval.shape or (0,)
+        index = self._index(indices, eqn, places)
+        if index is None or not _is_of_rows(eqn) or is_literal(updates) or updates.aval.dtype != out.aval.dtype:
             return None
-        if any(is_sharded(x.aval.sharding) for x in eqn.invars):
+        adds, given, (order, each, turned) = eqn.primitive.name == "scatter-add", self._of(updates), index
+        if not adds and given is not None and given.order is None and each == 1 and _counts(given.values):
+            self._permutes(out, order)  # a permutation inverted in the usual way
             return None
-        adds, (each, rest) = eqn.primitive.name == "scatter-add", divmod(index.values.size, max(1, places))
-        numbers = np.arange(each * places)
-        if rest or 0 in (each, *window) or updates.aval.dtype != out.aval.dtype or not (adds or each == 1):
-            return None
-        turned = not np.array_equal(index.values, numbers // each)
-        if turned and not np.array_equal(index.values, numbers % places):
-            return None
-        given = self._of(updates)
-        if not adds and given is not None and given.order is None and _counts(given.values):
-            self._permutes(out, index.order)  # a permutation inverted in the usual way
+        if 0 in window or not (adds or each == 1):
             return None
         to = [operand] if adds and not is_literal(operand) and operand not in self._zeros else []
-        inverse = [self._inverses[index.order]] if index.order in self._inverses else []
 
-        def function(rows: jax.Array, order: jax.Array, *rest: jax.Array) -> jax.Array:
-            pairs = order.reshape(-1)
-            back = rest[-1].reshape(-1) if inverse else inverse_of(pairs)
-            if turned:
-                pairs, back = pairs % places * each + pairs // places, back.reshape(each, places).T
-            rows = rows.reshape(len(numbers), math.prod(window))
-            found = combined(rows, pairs, back.reshape(places, each)).reshape(places, *window)
-            return lax.add(rest[0], found) if to else found
+        def function(rows: jax.Array, *given: jax.Array) -> jax.Array:
+            pairs, back = _both(*given[len(to) :], places, turned)
+            found = combined(rows.reshape(pairs.size, math.prod(window)), pairs, back).reshape(places, *window)
+            return lax.add(given[0], found) if to else found
 
-        return in_place_of(eqn, function, [updates, index.order, *to, *inverse])
+        return in_place_of(eqn, function, [updates, *to, *self._orders(order)])
+
+    def _copied(self, eqn: Any) -> list[Any] | None:
+        """Returns the equations of a copy of rows that products in groups read; None where it is none."""
+        (x, indices), (out,), dims = eqn.invars, eqn.outvars, eqn.params["dimension_numbers"]
+        if out not in self._multiplied or is_literal(x) or x.aval.ndim != 2 or indices.aval.ndim != 2:
+            return None
+        index = self._index(indices, eqn, x.aval.shape[0])
+        rows = dims.offset_dims == (1,) and dims.collapsed_slice_dims == dims.start_index_map == (0,)
+        if index is None or not rows or out.aval.shape != (indices.aval.shape[0], x.aval.shape[1]):
+            return None
+        order, _, turned = index
+
+        def function(x: jax.Array, *given: jax.Array) -> jax.Array:
+            return dispatched(x, *_both(*given, x.shape[0], turned), backends.resolve(None, "dispatch"))
+
+        return in_place_of(eqn, function, [x, *self._orders(order)])
+
+    def _index(self, x: Any, eqn: Any, places: int) -> tuple[Any, int, bool] | None:
+        """Returns the permutation by which indices have each place equally often, how often, and whether in turns."""
+        index = self._of(x)
+        if index is None or index.order is None or any(is_sharded(x.aval.sharding) for x in eqn.invars):
+            return None
+        each, rest = divmod(index.values.size, max(1, places))
+        numbers = np.arange(each * places)
+        if rest or not each:
+            return None
+        if np.array_equal(index.values, numbers // each):
+            return index.order, each, False
+        return (index.order, each, True) if np.array_equal(index.values, numbers % places) else None
+
+    def _orders(self, order: Any) -> list[Any]:
+        """The variables of a permutation, and of its inverse where the program has it by now."""
+        return [order, self._inverses[order]] if order in self._inverses else [order]
+
+
+def _both(order: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns for each row its pair, as a routing has them, and for each place its rows.
+
+    Args:
+      order: a permutation, which makes places: divided by how many rows each has, or in turns.
+      *rest: its inverse, if there is one; the number of places; whether they come in turns.
+    """
+    *inverse, places, turned = rest
+    pairs = order.reshape(-1)
+    back = inverse[0].reshape(-1) if inverse else inverse_of(pairs)
+    each = pairs.size // places
+    if turned:
+        return pairs % places * each + pairs // places, back.reshape(each, places).T
+    return pairs, back.reshape(places, each)
 
 
 def _is_small(aval: Any) -> bool:

@@ -211,6 +211,26 @@ def test_gathered(fn):
         same(fused(X, W, S, CHOSEN), jax.jit(program)(X, W, S, CHOSEN))
 
 
+def experts(x, w, s, chosen, beside=False):
+    """Rows of which only products in groups read, forward and backward, or something else does too."""
+    order, sizes = order_of(chosen), jnp.bincount(chosen.reshape(-1), length=E).astype(jnp.int32)
+    rows = x[order // K]
+    out = lax.ragged_dot(rows, jnp.stack([w] * E), sizes) * s.reshape(-1)[order][:, None]
+    out = out + rows if beside else out
+    return out[jnp.argsort(order)].reshape(T, K, D).sum(1)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_rows_for_experts(beside):
+    """They are dispatched, as a kernel does, where nothing else might be computed of them in the same pass."""
+    fn = functools.partial(experts, beside=beside)
+    for program in (fn, gradients(fn)):
+        fused = cutjax.fuse(program)
+        text = str(jax.make_jaxpr(fused)(X, W, S, CHOSEN))
+        assert text.count("cutjax_dispatch[") == (not beside)
+        same(fused(X, W, S, CHOSEN), jax.jit(program)(X, W, S, CHOSEN))
+
+
 @pytest.mark.parametrize("fn", LEFT, ids=lambda fn: fn.__name__)
 def test_left(fn):
     """What need not be a permutation is scattered, with the same result."""
