@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from cutjax.epilogue.jaxpr import CALLS, IDENTITIES, callee, reorders
 from cutjax.fusion.contraction import RAGGED, is_sharded
-from cutjax.fusion.jaxprs import bodies, is_literal, is_marked, opened, variables, with_equations
+from cutjax.fusion.jaxprs import BODIES, bodies, is_literal, is_marked, opened, variables, with_equations
 from cutjax.fusion.narrow import in_place_of
 from cutjax.primitives.routing import combined, dispatched, inverse_of
 from cutjax.runtime import backends
@@ -21,7 +23,13 @@ _SCATTERS = frozenset(["scatter", "scatter-add"])
 _GROUPED = frozenset([RAGGED, "cutjax_grouped_gemm", "cutjax_grouped_outer"])
 _MOVING = _SCATTERS | {"sort", "gather"}
 _RESHAPES = IDENTITIES | {"reshape", "squeeze", "expand_dims", "stop_gradient"}
+_CALLS_OF_ONE = "jit pjit closed_call eval_jaxpr core_call checkpoint remat2 scan shard_map"
+_FOLLOWED = frozenset(_CALLS_OF_ONE.split())
 _MOST = 1 << 22  # elements of an array whose values are followed
+
+# Of an array: "all" elements are a number, it "counts" from 0, or each of so many "places" comes equally often.
+Fact = tuple[str, int]
+Given = tuple[Fact | None, ...]
 
 
 def moves_rows(jaxpr: Any) -> bool:
@@ -29,20 +37,35 @@ def moves_rows(jaxpr: Any) -> bool:
     return any(eqn.primitive.name in _MOVING or any(map(moves_rows, bodies(eqn))) for eqn in opened(jaxpr).eqns)
 
 
-def gathered(jaxpr: Any) -> Any:
+def gathered(jaxpr: Any, given: Given = ()) -> tuple[Any, dict[int, Given]]:
     """Returns a program that gathers where it scattered rows by the order of a sort, and adds what comes to one place.
 
     Results of experts go back to their tokens so, and JAX's gradient of a gather does: a scatter, which on a GPU adds
     by atomics, in any order, and rounds each time. Where the places are ``order // k`` of a permutation, or ``order %
     places``, each gets the k rows that the inverse says. What is none by what the program itself does stays. Rows that
     are gathered so for products in groups, and nothing else, are dispatched: there is a kernel for that.
+
+    Args:
+      jaxpr: the program.
+      given: what is known of its arguments; () where that is nothing.
+
+    Returns:
+      The program, and what is so known of the arguments of programs inside, by their ids.
     """
-    inner = opened(jaxpr)
-    names = {eqn.primitive.name for eqn in inner.eqns}
-    if "sort" not in names or names.isdisjoint(_SCATTERS | {"gather"}):
-        return jaxpr
-    follower = _Follower(inner)
-    return with_equations(jaxpr, [made for eqn in inner.eqns for made in follower.follow(eqn)])
+    if not any(given) and not _sorts(jaxpr):
+        return jaxpr, unknown(jaxpr)
+    follower = _Follower(opened(jaxpr), given)
+    eqns = [made for eqn in opened(jaxpr).eqns for made in follower.follow(eqn)]
+    return (with_equations(jaxpr, eqns) if follower.changed else jaxpr), unknown(jaxpr) | follower.inside
+
+
+def unknown(jaxpr: Any) -> dict[int, Given]:
+    """Returns that nothing is known of the arguments of programs inside."""
+    return {id(body): () for eqn in opened(jaxpr).eqns for body in bodies(eqn)}
+
+
+def _sorts(jaxpr: Any) -> bool:
+    return any(eqn.primitive.name == "sort" or any(map(_sorts, bodies(eqn))) for eqn in opened(jaxpr).eqns)
 
 
 class Values(NamedTuple):
@@ -50,17 +73,28 @@ class Values(NamedTuple):
 
     Attributes:
       values: of the elements in their order, or one of all; where they have an order, of ``order[i]`` for element i.
-      order: the variable of a permutation of as many; None where the values are known.
+      order: the variable of a permutation of as many, or one whose own order sorts it; None where values are known.
     """
 
     values: np.ndarray
     order: Any = None
 
 
-class _Follower:
-    """The values of integers in a program, as far as they follow from iotas and the orders of sorts."""
+class _Sorted(NamedTuple):
+    """A permutation that no variable has: the inverse of the one that sorts a variable."""
 
-    def __init__(self, jaxpr: Any) -> None:
+    of: Any
+
+
+class _Follower:
+    """The values of integers in a program, as far as they follow from iotas and the orders of sorts.
+
+    Attributes:
+      inside: what is known of the arguments of programs inside, by their ids.
+      changed: whether an equation has been replaced.
+    """
+
+    def __init__(self, jaxpr: Any, given: Given, replaces: bool = True) -> None:
         readers: dict[bool, set[Any]] = {True: set(), False: {x for x in jaxpr.outvars if not is_literal(x)}}
         for eqn in jaxpr.eqns:
             readers[eqn.primitive.name in _GROUPED].update(variables(eqn))
@@ -68,44 +102,112 @@ class _Follower:
         self._found: dict[Any, Values] = {}
         self._inverses: dict[Any, Any] = {}  # of permutations, both ways
         self._zeros: set[Any] = set()
+        self._parts: dict[Any, tuple[Any, Fact]] = {}  # what each part of an array has that a loop or devices made
+        self._replaces = replaces
+        self.inside: dict[int, Given] = {}
+        self.changed = False
+        for x, fact in zip(jaxpr.invars, given, strict=False):
+            self._has(x, fact)
 
     def follow(self, eqn: Any) -> list[Any]:
         """Returns the equations that take the place of the next one of the program."""
-        name, out = eqn.primitive.name, next(iter(eqn.outvars), None)
+        name, out, made = eqn.primitive.name, next(iter(eqn.outvars), None), None
         if name == "sort":
             self._sort(eqn)
         elif name in _SCATTERS and not is_marked(eqn):
-            return self._scattered(eqn) or [eqn]
-        elif name == "gather" and not is_marked(eqn) and (made := self._copied(eqn)) is not None:
-            return made
+            made = self._scattered(eqn)
+        elif name == "gather" and not is_marked(eqn):
+            made = self._copied(eqn)
         elif name == "broadcast_in_dim" and is_literal(eqn.invars[0]) and eqn.invars[0].val == 0:
             self._zeros.add(out)
-        if out is not None and _is_small(out.aval):
+        if made is not None:
+            self.changed = True
+            return made
+        if eqn.outvars and all(_is_small(x.aval) for x in eqn.outvars):
             args = [self._of(x) for x in eqn.invars]
-            values = None if None in args else _result(eqn, [x for x in args if x is not None])
-            if values is not None:
-                self._found[out] = values
+            values = () if None in args else _results(eqn, [x for x in args if x is not None])
+            for x, found in zip(eqn.outvars, values, strict=False):
+                self._found.setdefault(x, found)
+        if name in BODIES:
+            self._call(eqn)
         return [eqn]
+
+    def known(self, x: Any) -> Fact | None:
+        """What is known of an array that a program inside is given."""
+        found = self._of(x)
+        if found is None:
+            return None
+        if found.order is None:
+            one = ("all", int(found.values.reshape(-1)[0])) if found.values.size == 1 else None
+            return ("counts", found.values.size) if found.values.size == x.aval.size and _counts(found.values) else one
+        values = found.values.astype(np.int64)
+        if x.aval.dtype.kind == "b" or values.size == 0 or values.min() < 0 or values.max() >= values.size:
+            return None
+        counts = np.bincount(values)
+        return ("places", counts.size) if counts.min() == counts.max() else None
+
+    def _has(self, x: Any, fact: Fact | None) -> None:
+        """Notes what is known of an array."""
+        if fact is None:
+            return
+        (kind, number), dtype, count = fact, x.aval.dtype, x.aval.size
+        if kind == "all":
+            self._found[x] = Values(np.asarray(number).astype(dtype))
+        elif kind == "counts":
+            self._found[x] = Values(np.arange(count, dtype=dtype))
+        else:
+            order = x if number == count else _Sorted(x)
+            self._found[x] = Values(np.arange(count, dtype=dtype) // (count // number), order)
+
+    def _call(self, eqn: Any) -> None:
+        """Follows the program of a call, of a loop's step or of each device."""
+        found, params, kind = bodies(eqn), eqn.params, eqn.primitive.name
+        if kind not in _FOLLOWED or len(found) != 1 or len(opened(found[0]).invars) != len(eqn.invars):
+            self.inside |= dict.fromkeys(map(id, found), ())
+            return
+        (body,), whole, kept = found, len(eqn.invars), len(eqn.outvars)
+        tags_in, tags_out = [None] * whole, [None] * kept
+        if kind == "scan":
+            whole, kept = params["num_consts"], 0
+            tags_in[whole + params["num_carry"] :] = [kind] * (len(eqn.invars) - whole - params["num_carry"])
+            tags_out[params["num_carry"] :] = [kind] * (len(eqn.outvars) - params["num_carry"])
+        elif kind == "shard_map":
+            whole = kept = 0
+            tags_in, tags_out = ([(params["mesh"], x) for x in params[name]] for name in ("in_specs", "out_specs"))
+        given: list[Fact | None] = []
+        for i, (x, tag) in enumerate(zip(eqn.invars, tags_in, strict=True)):
+            part = (None, None) if is_literal(x) else self._parts.get(x, (None, None))
+            given.append(self.known(x) if i < whole else part[1] if tag is not None and part[0] == tag else None)
+        known = tuple(given) if any(given) else ()
+        self.inside[id(body)] = () if self.inside.get(id(body), known) != known else known
+        if not known and not _sorts(body):
+            return
+        follower = _Follower(opened(body), known, replaces=False)
+        for inner in opened(body).eqns:
+            follower.follow(inner)
+        for i, (x, out, tag) in enumerate(zip(opened(body).outvars, eqn.outvars, tags_out, strict=True)):
+            fact = follower.known(x)
+            if i < kept and out not in self._found:
+                self._has(out, fact)
+            elif tag is not None and fact is not None:
+                self._parts[out] = tag, fact
 
     def _of(self, x: Any) -> Values | None:
         return Values(np.asarray(x.val, x.aval.dtype)) if is_literal(x) else self._found.get(x)
 
-    def _is_order(self, x: Values | None) -> bool:
-        """True of a permutation itself."""
-        return x is not None and x.order is not None and _counts(x.values)
-
-    def _permutes(self, out: Any, inverse: Any) -> None:
-        self._found[out] = Values(np.arange(out.aval.size, dtype=out.aval.dtype), out)
-        if inverse is not None:
-            self._inverses[out], self._inverses[inverse] = inverse, out
-
     def _sort(self, eqn: Any) -> None:
         """Follows a sort of keys with an iota, which becomes a permutation: of a permutation its inverse."""
         count, key = eqn.params["num_keys"], self._of(eqn.invars[0])
+        of_order = count == 1 and key is not None and not isinstance(key.order, _Sorted | None) and _counts(key.values)
         for x, out in zip(eqn.invars[count:], eqn.outvars[count:], strict=True):
             values = self._of(x)
             if out.aval.ndim == 1 and values is not None and values.order is None and _counts(values.values):
-                self._permutes(out, key.order if key is not None and count == 1 and self._is_order(key) else None)
+                self._permutes(out, key.order if key is not None and of_order else None)
+
+    def _permutes(self, out: Any, inverse: Any) -> None:
+        self._has(out, ("places", out.aval.size))
+        if inverse is not None:
+            self._inverses[out], self._inverses[inverse] = inverse, out
 
     def _scattered(self, eqn: Any) -> list[Any] | None:
         """Returns the equations of gathers in the place of a scatter; None where it stays."""
@@ -118,12 +220,13 @@ class _Follower:
         if not adds and given is not None and given.order is None and each == 1 and _counts(given.values):
             self._permutes(out, order)  # a permutation inverted in the usual way
             return None
-        if 0 in window or not (adds or each == 1):
+        if not self._replaces or 0 in window or not (adds or each == 1):
             return None
         to = [operand] if adds and not is_literal(operand) and operand not in self._zeros else []
+        arrange = functools.partial(_both, places=places, turned=turned, is_sorted=isinstance(order, _Sorted))
 
         def function(rows: jax.Array, *given: jax.Array) -> jax.Array:
-            pairs, back = _both(*given[len(to) :], places, turned)
+            pairs, back = arrange(*given[len(to) :])
             found = combined(rows.reshape(pairs.size, math.prod(window)), pairs, back).reshape(places, *window)
             return lax.add(given[0], found) if to else found
 
@@ -132,16 +235,24 @@ class _Follower:
     def _copied(self, eqn: Any) -> list[Any] | None:
         """Returns the equations of a copy of rows that products in groups read; None where it is none."""
         (x, indices), (out,), dims = eqn.invars, eqn.outvars, eqn.params["dimension_numbers"]
-        if out not in self._multiplied or is_literal(x) or x.aval.ndim != 2 or indices.aval.ndim != 2:
+        if (
+            not self._replaces
+            or out not in self._multiplied
+            or is_literal(x)
+            or x.aval.ndim != 2
+            or indices.aval.ndim != 2
+        ):
             return None
         index = self._index(indices, eqn, x.aval.shape[0])
         rows = dims.offset_dims == (1,) and dims.collapsed_slice_dims == dims.start_index_map == (0,)
         if index is None or not rows or out.aval.shape != (indices.aval.shape[0], x.aval.shape[1]):
             return None
         order, _, turned = index
+        if isinstance(order, _Sorted):  # a sort would take what a copy saves
+            return None
 
         def function(x: jax.Array, *given: jax.Array) -> jax.Array:
-            return dispatched(x, *_both(*given, x.shape[0], turned), backends.resolve(None, "dispatch"))
+            return dispatched(x, *_both(*given, places=x.shape[0], turned=turned), backends.resolve(None, "dispatch"))
 
         return in_place_of(eqn, function, [x, *self._orders(order)])
 
@@ -159,20 +270,30 @@ class _Follower:
         return (index.order, each, True) if np.array_equal(index.values, numbers % places) else None
 
     def _orders(self, order: Any) -> list[Any]:
-        """The variables of a permutation, and of its inverse where the program has it by now."""
+        """The variables that a permutation is made of, and of its inverse where the program has it by now."""
+        if isinstance(order, _Sorted):
+            return [order.of]
         return [order, self._inverses[order]] if order in self._inverses else [order]
 
 
-def _both(order: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
+def _both(
+    order: jax.Array, *inverse: jax.Array, places: int, turned: bool, is_sorted: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Returns for each row its pair, as a routing has them, and for each place its rows.
 
     Args:
-      order: a permutation, which makes places: divided by how many rows each has, or in turns.
-      *rest: its inverse, if there is one; the number of places; whether they come in turns.
+      order: a permutation; or what the inverse of one sorts.
+      *inverse: of the permutation, if there is one.
+      places: how many there are.
+      turned: whether the permutation makes places in turns, and not by division.
+      is_sorted: whether the order is what is to be sorted.
     """
-    *inverse, places, turned = rest
     pairs = order.reshape(-1)
-    back = inverse[0].reshape(-1) if inverse else inverse_of(pairs)
+    if is_sorted:
+        back = jnp.argsort(pairs)
+        pairs = inverse_of(back)
+    else:
+        back = inverse[0].reshape(-1) if inverse else inverse_of(pairs)
     each = pairs.size // places
     if turned:
         return pairs % places * each + pairs // places, back.reshape(each, places).T
@@ -197,27 +318,26 @@ def _is_of_rows(eqn: Any) -> bool:
     return first and dims.update_window_dims == tuple(range(indices.ndim - 1, updates.ndim))
 
 
-def _result(eqn: Any, args: list[Values]) -> Values | None:
-    """Returns the values of an equation's first result; None where they are not followed."""
-    name, (out, *_), values = eqn.primitive.name, eqn.outvars, [x.values for x in args]
+def _results(eqn: Any, args: list[Values]) -> Sequence[Values]:
+    """Returns the values of an equation's results; none where they are not followed."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     orders = {id(x.order): x.order for x in args if x.order is not None}
-    order, shape = next(iter(orders.values()), None), out.aval.shape
+    order = next(iter(orders.values()), None)
     if len(orders) > 1 or reorders(eqn):
-        return None
-    if name == "iota":
-        size, axis = out.aval.size, eqn.params["dimension"]
-        return Values(np.arange(size, dtype=out.aval.dtype)) if size == shape[axis] else None
-    if name == "gather":
-        return _elements(eqn, *args)
+        return ()
     if name in _RESHAPES and len(args) == 1:
-        return args[0]
-    if name == "broadcast_in_dim":
-        return _repeated(args[0], eqn.invars[0].aval.shape, out.aval.shape, eqn.params["broadcast_dimensions"])
+        return args
+    if name in ("gather", "broadcast_in_dim"):
+        if name == "gather":
+            found = _elements(eqn, *args)
+        else:
+            found = _repeated(args[0], eqn.invars[0].aval.shape, shape, eqn.params["broadcast_dimensions"])
+        return () if found is None else (found,)
     if order is not None and any(x.order is None and x.values.size > 1 for x in args):
-        return None
+        return ()
     with np.errstate(all="ignore"):
-        made = _computed(eqn, values)
-    return None if made is None else Values(made[0], order)
+        made = _computed(eqn, [x.values for x in args])
+    return () if made is None else [Values(x, order if x.size > 1 else None) for x in made]
 
 
 def _repeated(x: Values, shape: tuple[int, ...], to: tuple[int, ...], axes: tuple[int, ...]) -> Values | None:
@@ -256,6 +376,9 @@ def _computed(eqn: Any, args: list[np.ndarray]) -> list[np.ndarray] | None:
                 return None
             found.update(zip(inner.outvars, made, strict=True))
         return list(map(of, jaxpr.outvars))
+    if name == "iota":
+        size, axis, dtype = eqn.outvars[0].aval.size, eqn.params["dimension"], eqn.params["dtype"]
+        return [np.arange(size, dtype=dtype)] if size == eqn.params["shape"][axis] else None
     if name == "convert_element_type":
         dtype = eqn.params["new_dtype"]
         return [args[0].astype(dtype)] if getattr(dtype, "kind", "") in ("b", "i", "u") else None

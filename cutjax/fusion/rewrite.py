@@ -19,7 +19,7 @@ from cutjax.fusion.dequantized import requantized
 from cutjax.fusion.flips import flip
 from cutjax.fusion.form import Form
 from cutjax.fusion.fp8 import Recipes, may_be_float8, quantized
-from cutjax.fusion.gathered import gathered, moves_rows
+from cutjax.fusion.gathered import Given, gathered, moves_rows, unknown
 from cutjax.fusion.growth import MOST_PRODUCTS, NOTHING, Finder
 from cutjax.fusion.heads.rewrite import headed
 from cutjax.fusion.inline import inlined
@@ -51,7 +51,7 @@ class Rewriter:
         self.reports: list[Report] = []
         mesh = jax.sharding.get_abstract_mesh()
         self.divided = is_divided(mesh, ())
-        self._done: dict[tuple[int, tuple[bool, ...], str], tuple[Any, Any]] = {}  # by the program's id, which is kept
+        self._done: dict[Hashable, tuple[Any, Any]] = {}  # by the program's id, which is kept
         self._costs: dict[Hashable, price.Price] = {}
         self._templates: dict[Hashable, Template | Exception] = {}
         self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
@@ -59,6 +59,7 @@ class Rewriter:
         self._prices: dict[Hashable, price.Price] = {}
         self._keys = Keys()
         self._has: dict[int, tuple[Any, bool]] = {}  # by the program's id, which is kept
+        self._given: dict[int, Given] = {}  # what is known of the arguments of programs inside, by their ids
 
     def _refuses(self, jaxpr: Any) -> str:
         """Returns the reason against any kernel at this place of a program, or ""."""
@@ -77,27 +78,31 @@ class Rewriter:
           jaxpr: the program.
           donated: of its first arguments, whether a result may take their memory.
         """
-        key = id(jaxpr), donated, self._scope if self.fp8 else ""
+        given = self._given.get(id(jaxpr), ())
+        key = id(jaxpr), donated, self._scope if self.fp8 else "", given
         if key not in self._done:
-            self._done[key] = jaxpr, self._rewritten(jaxpr, donated)
+            self._done[key] = jaxpr, self._rewritten(jaxpr, donated, given)
         return self._done[key][1]
 
-    def _rewritten(self, jaxpr: Any, donated: tuple[bool, ...]) -> Any:
+    def _rewritten(self, jaxpr: Any, donated: tuple[bool, ...], given: Given) -> Any:
         if not self._multiplies(jaxpr):
             return jaxpr
         jaxpr = inlined(jaxpr, lambda body: self._multiplies(body) or moves_rows(body))
+        why = self._refuses(opened(jaxpr))
+        jaxpr, inside = (jaxpr, unknown(jaxpr)) if why else gathered(jaxpr, given)
+        self._given |= inside
         eqns = [
             self._inside(eqn) if eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))) else eqn
             for eqn in opened(jaxpr).eqns
         ]
         if any(map(self._is_product, eqns)):
             jaxpr = with_equations(jaxpr, eqns)
-            if why := self._refuses(opened(jaxpr)):
+            if why:
                 graph = Graph(opened(jaxpr))
                 products = (graph.eqns[i] for i in sorted(graph.live) if is_product(graph.eqns[i]))
                 self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name not in OWN)
                 return jaxpr
-            jaxpr = gathered(of_results(narrowed(requantized(cancelled(jaxpr)))))
+            jaxpr = of_results(narrowed(requantized(cancelled(jaxpr))))
             jaxpr, heads = headed(jaxpr, self.policy == "always", self._keys, self._template)
             self.reports += heads
             if self.fp8 is not None:

@@ -296,6 +296,78 @@ def test_in_shard_map(check_vma):
     same(fused(x, W, s, chosen), jax.jit(mapped)(x, W, s, chosen))
 
 
+CHOSEN_OF_4 = jnp.concatenate([CHOSEN, CHOSEN[::-1], (CHOSEN + 1) % E, CHOSEN])
+
+
+@pytest.mark.parametrize("fn", [gather, added_to, tiled, by_pairs], ids=lambda fn: fn.__name__)
+def test_around_shard_map(fn):
+    """The gradient of a shard_map is another one, to which the first gives its indices."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    x, s = (jnp.tile(a, (4, 1)) for a in (X, S))
+    specs = jax.P("d"), jax.P(), jax.P("d"), jax.P("d")
+    program = gradients(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=jax.P("d")))
+    fused = cutjax.fuse(program)
+    assert scatters_of_rows(program, x, W, s, CHOSEN_OF_4)
+    assert not scatters_of_rows(fused, x, W, s, CHOSEN_OF_4)
+    same(fused(x, W, s, CHOSEN_OF_4), jax.jit(program)(x, W, s, CHOSEN_OF_4))
+
+
+@pytest.mark.parametrize("fn", [gather, added_to, tiled, by_pairs], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("each", [False, True])
+def test_around_scan(fn, each):
+    """The gradient of a loop is another one: of indices that are the same in each step, or slices of what it made."""
+
+    def program(x, w, s, chosen):
+        def body(x, chosen_here):
+            return fn(x, w, s, chosen_here if each else chosen) % 5, None
+
+        return lax.scan(body, x, jnp.stack([chosen, chosen[::-1]]))[0]
+
+    fused = cutjax.fuse(gradients(program))
+    assert scatters_of_rows(gradients(program), X, W, S, CHOSEN)
+    assert not scatters_of_rows(fused, X, W, S, CHOSEN)
+    same(fused(X, W, S, CHOSEN), jax.jit(gradients(program))(X, W, S, CHOSEN))
+
+
+def test_one_function_of_several_indices():
+    """What is known of one call's indices is not taken for another's, whichever comes first."""
+
+    @jax.jit
+    def add(x, w, place):
+        return jnp.zeros_like(x).at[place].add((x[place] @ w) @ w) + sum(x @ w for _ in range(70))  # too much to open
+
+    def program(x, w, s, chosen):
+        place = order_of(chosen) // K
+        other = chosen.reshape(-1)
+        return add(x, w, place) + add(x, w, other), lax.scan(lambda x, i: (add(x, w, i), None), x, other[None])[0]
+
+    def alone(x, w, s, chosen):
+        place = order_of(chosen) // K
+        return add(x, w, place) + add(x, w, place[::1])
+
+    same(cutjax.fuse(program)(X, W, S, CHOSEN), jax.jit(program)(X, W, S, CHOSEN))
+    same(cutjax.fuse(alone)(X, W, S, CHOSEN), jax.jit(alone)(X, W, S, CHOSEN))
+
+
+def test_indices_of_all_devices():
+    """Orders of devices' own tokens, beside each other, are no order of all."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    x = jnp.tile(X, (4, 1))
+    orders = jax.shard_map(order_of, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+
+    def run(x, w, order):
+        place = order // K
+        return jnp.zeros_like(x).at[place].add(x[place] @ w)
+
+    def program(x, w, chosen):
+        of_all = jax.shard_map(run, mesh=mesh, in_specs=(jax.P(), jax.P(), jax.P()), out_specs=jax.P())
+        return of_all(x, w, orders(chosen)), run(x, w, orders(chosen))
+
+    fused = cutjax.fuse(program)
+    assert scatters_of_rows(fused, x, W, CHOSEN_OF_4) == 2
+    same(fused(x, W, CHOSEN_OF_4), jax.jit(program)(x, W, CHOSEN_OF_4))
+
+
 def test_divided_by_xla():
     """Where XLA divides the program nothing is rewritten."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
