@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from cutjax.binding import lowering, rules
 from cutjax.fusion import memory, price, reductions
+from cutjax.fusion.attention import attended
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
 from cutjax.fusion.dequantized import requantized
@@ -103,6 +104,8 @@ class Rewriter:
                 self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name not in OWN)
                 return jaxpr
             jaxpr = of_results(narrowed(requantized(cancelled(jaxpr))))
+            jaxpr, attention = attended(jaxpr, self.policy == "always", self._keys, self._template)
+            self.reports += attention
             jaxpr, heads = headed(jaxpr, self.policy == "always", self._keys, self._template)
             self.reports += heads
             if self.fp8 is not None:

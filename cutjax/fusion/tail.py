@@ -115,7 +115,7 @@ class Tail:
         if name == "random_bits":
             return [self._random_bits(eqn, args[0])]
         if name not in _BROADCASTING:
-            return [Tile(self._pointwise(eqn, [self.lift(x, shape) for x in args]))]
+            return [Tile(self.pointwise(eqn, [self.lift(x, shape) for x in args]))]
         numbers = [is_literal(x) and not x.aval.shape for x in eqn.invars]
         lifted = [wide(x) if number else self.lift(x, shape) for x, number in zip(args, numbers, strict=True)]
         if all(numbers):
@@ -124,7 +124,7 @@ class Tail:
         given = [x if number else next(moved) for x, number in zip(lifted, numbers, strict=True)]
         return [Tile(wide(eqn.primitive.bind(*given, **eqn.params)))]
 
-    def _pointwise(self, eqn: Any, args: list[jax.Array]) -> jax.Array:
+    def pointwise(self, eqn: Any, args: list[jax.Array]) -> jax.Array:
         name, params = eqn.primitive.name, dict(eqn.params)
         if name in _OF_BITS:
             args = [x.astype(y.aval.dtype) for x, y in zip(args, eqn.invars, strict=True)]

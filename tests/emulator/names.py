@@ -379,6 +379,7 @@ _FORMS = {
     "cp.async": _cp_async,
     "ldmatrix": _matrix,
     "stmatrix": _matrix,
+    "movmatrix": lambda d, name, words, operands: ("movmatrix", [d.place(x, 32) for x in operands], []),
     "mapa": lambda d, name, words, operands: ("mapa", [d.place(x, 32) for x in operands], []),
     "mma.sync": _mma,
     "wgmma": _wgmma,

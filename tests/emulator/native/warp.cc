@@ -113,6 +113,19 @@ Step store_matrix(Warp& w, const Instruction& i, u32 mask) {
   return NEXT;
 }
 
+// One matrix of 8 x 8 elements of 16 bits, transposed.
+Step move_matrix(Warp& w, const Instruction& i, u32 mask) {
+  if (mask != w.live || mask != ALL) return mask == w.live ? fault("threads have exited"), NEXT : PARK;
+  u16 matrix[8][8];
+  for (int l = 0; l < LANES; ++l) {
+    u32 x = w.get32(i.o[1], l);
+    matrix[l % 4 * 2][l / 4] = static_cast<u16>(x), matrix[l % 4 * 2 + 1][l / 4] = static_cast<u16>(x >> 16);
+  }
+  for (int l = 0; l < LANES; ++l)
+    w.at<u32>(i.o[0])[l] = matrix[l / 4][l % 4 * 2] | static_cast<u32>(matrix[l / 4][l % 4 * 2 + 1]) << 16;
+  return NEXT;
+}
+
 Step branch(Warp& w, const Instruction& i, u32 mask) {
   lanes(mask, [&](int l) { w.pc[l] = static_cast<int>(i.x[0]); });
   return JUMP;
@@ -216,6 +229,7 @@ void add_warp(Table& table) {
   });
   table.push_back({"ldmatrix", load_matrix});
   table.push_back({"stmatrix", store_matrix});
+  table.push_back({"movmatrix", move_matrix});
   table.push_back({"bra", branch});
   table.push_back({"brx.idx", branch_by_index});
   table.push_back({"call", call});
