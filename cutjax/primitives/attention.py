@@ -34,11 +34,12 @@ def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array, backend: str = "auto", **params: Any
 ) -> jax.Array:
     """Binds the primitive."""
-    return attention_p.bind(*match_varying(q, k, v, *operands), backend=backend, **params, mark=mark_of(backend))
+    (out,) = attention_p.bind(*match_varying(q, k, v, *operands), backend=backend, **params, mark=mark_of(backend))
+    return out
 
 
-def _abstract(q: Any, k: Any, v: Any, *_: Any, out_dtype: np.dtype, **__: Any) -> Any:
-    return q.update(shape=(*q.shape[:-1], v.shape[-1]), dtype=np.dtype(out_dtype), weak_type=False)
+def _abstract(q: Any, k: Any, v: Any, *_: Any, out_dtype: np.dtype, **__: Any) -> list[Any]:
+    return [q.update(shape=(*q.shape[:-1], v.shape[-1]), dtype=np.dtype(out_dtype), weak_type=False)]
 
 
 def _reference(
@@ -50,12 +51,12 @@ def _reference(
     keys_first: tuple[bool, bool],
     out_dtype: np.dtype,
     **_: Any,
-) -> jax.Array:
+) -> list[jax.Array]:
     k, v = (jnp.swapaxes(x, 1, 2) if first else x for x, first in zip((k, v), keys_first, strict=True))
     scores = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=np.float32)
     (scores,) = expression.apply([scores], operands)
     weights = jax.nn.softmax(scores).astype(v.dtype)
-    return jnp.einsum("bhgts,bhsd->bhgtd", weights, v, preferred_element_type=np.float32).astype(out_dtype)
+    return [jnp.einsum("bhgts,bhsd->bhgtd", weights, v, preferred_element_type=np.float32).astype(out_dtype)]
 
 
 def _choose(*avals: Any, expression: Epilogue, backend: str, target: Target, **params: Any) -> Choice:
@@ -63,11 +64,11 @@ def _choose(*avals: Any, expression: Epilogue, backend: str, target: Target, **p
     return attention.choose(problem, backend)
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
+def _batch(args: Any, dims: Any, **params: Any) -> tuple[list[jax.Array], list[int]]:
     """Joins the axis with that of the batch, where nothing counts it; keys for several queries are not written out."""
     counted = {node.params[1:] for node in params["expression"].nodes if node.op == "iota"} - {(), (0,), (1,)}
     if counted or None in dims[:3]:
-        return jax.vmap(lambda *args: _reference(*args, **params), dims)(*args), 0
+        return jax.vmap(lambda *args: _reference(*args, **params), dims)(*args), [0]
     given = batch_axis(args, dims, 0)
     size, batch = given[0].shape[:2]
     joined = [
@@ -76,13 +77,13 @@ def _batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
         for shape in [(1 if x.shape[:2] == (1, 1) else size * batch, *x.shape[2:])]
     ]
     out = attend(*joined, **params)
-    return lax.reshape(out, (size, batch, *out.shape[1:])), 0
+    return [lax.reshape(out, (size, batch, *out.shape[1:]))], [0]
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """Differentiates plain JAX's."""
-    _, dot = jax.jvp(lambda *args: _reference(*args, **params), tuple(primals), written_out(tangents))
-    return attend(*primals, **params), dot
+    _, dots = jax.jvp(lambda *args: _reference(*args, **params), tuple(primals), written_out(tangents))
+    return [attend(*primals, **params)], dots
 
 
 def _orders(keys_first: tuple[bool, bool]) -> list[Labels]:
@@ -111,4 +112,5 @@ attention_p = define(
     required=False,
     jvp=_jvp,
     divided=Rules(_rule, _shard),
+    multiple_results=True,
 )
