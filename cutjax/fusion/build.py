@@ -124,15 +124,22 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
     if not _names_inside(eqns, results):
         return fused
 
+    # What has the names that policies of jax.checkpoint know, saves and computes again what it did.
+    as_it_was = replayed(members, inputs, results)
+    return functools.partial(outside, any_equation(members, reverse_only), fused, as_it_was)
+
+
+def replayed(eqns: Sequence[Any], inputs: Sequence[Any], results: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Returns the function that some equations are, of variables that they read and make."""
+
     def as_it_was(*args: Any) -> list[Any]:
         env = dict(zip(inputs, args, strict=True))
-        for eqn in members:
+        for eqn in eqns:
             given = [np.asarray(x.val, x.aval.dtype) if is_literal(x) else env[x] for x in eqn.invars]
             env.update(zip(eqn.outvars, bind_equation(eqn, given), strict=True))
         return [env[x] for x in results]
 
-    # What has the names that policies of jax.checkpoint know, saves and computes again what it did.
-    return functools.partial(outside, any_equation(members, reverse_only), fused, as_it_was)
+    return as_it_was
 
 
 def _names_inside(eqns: Sequence[Any], results: Sequence[Any]) -> bool:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from cutjax.binding import lowering, rules
 from cutjax.fusion import memory, price, reductions
-from cutjax.fusion.attention import attended
+from cutjax.fusion.attention.rewrite import attended
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
 from cutjax.fusion.dequantized import requantized

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from cutjax.dtypes import DTYPES, short
+from cutjax import dtypes
+from cutjax.dtypes import short
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue
 from cutjax.epilogue.nodes import OperandSpec
@@ -25,16 +26,17 @@ from cutjax.runtime.architectures import number
 from cutjax.runtime.choice import Choice
 from cutjax.runtime.launch import Call, Int64, Pointer
 
+DTYPES = ("bfloat16", "float16")  # of queries, keys and values
 MOST_ROWS = 32  # of queries of one head of keys
 _SIZES = range(16, 257, 16)  # of heads
-_COMBINING = 128  # threads of a block of the second kernel
+_LINES = 8  # of 32 threads of a block of the second kernel
 _AXES: tuple[str, ...] = ("batch", "head", "group", "time", "key")
 # Of the cost model, fitted to benchmarks/results/experiments/attention-h200.json. Microseconds: of a launch with its
 # first loads and its sums over warps; of each further round of blocks; of the second kernel, and of each part there; of
 # 16 keys of 128 elements in a warp, with one to 8 query rows. Bytes on their way take so long; so many of the SMs reach
 # the rate of a copy, and reads alone a little more.
-LAUNCH_US, ROUND_US, COMBINE_US, PART_US, TILE_US, LATENCY_US = 2.9, 0.9, 2.5, 0.1, 0.55, 1.4
-ENOUGH_SMS, READ_SHARE = 0.68, 1.02
+LAUNCH_US, ROUND_US, COMBINE_US, PART_US, TILE_US, LATENCY_US = 2.9, 0.9, 2.5, 0.05, 0.55, 1.4
+ENOUGH_SMS, READ_SHARE = 0.56, 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Of both products."""
+        """The operations of both products."""
         return 2 * self.matrices * self.rows * self.keys * (self.key_size + self.value_size)
 
     @property
@@ -197,8 +199,8 @@ class Kernel:
             "DIVIDED": self.divided,
         }
         out = "float32" if self.divided else p.out_dtype.name
-        head = f"constexpr Math MATH = Math::{DTYPES[p.dtype.name].stored};\n"
-        head += f"constexpr Dtype ELEMENT = Dtype::{DTYPES[p.dtype.name].stored};\n"
+        head = f"constexpr Math MATH = Math::{dtypes.DTYPES[p.dtype.name].stored};\n"
+        head += f"constexpr Dtype ELEMENT = Dtype::{dtypes.DTYPES[p.dtype.name].stored};\n"
         files = "mma/math.cuh", "mma/atoms.cuh", "mma/instruction.cuh", head, _text(p), "attention/kernel.cuh"
         blocks, arguments = p.matrices * c.parts, tuple(self._arguments())
         return self._entry(self.name, constants, out, arguments, files, blocks, 32 * c.warps, self.shared_bytes)
@@ -215,10 +217,9 @@ class Kernel:
             integer("pairs", pairs),
             integer("parts", self.config.parts),
         )
-        constants = {"ROWS": p.rows, "THREADS": _COMBINING}
-        blocks = -(-pairs // _COMBINING)
+        constants, blocks = {"ROWS": p.rows, "LINES": _LINES}, -(-pairs // 32)
         files = ("attention/combine.cuh",)
-        return self._entry(name, constants, p.out_dtype.name, arguments, files, blocks, _COMBINING, 0)
+        return self._entry(name, constants, p.out_dtype.name, arguments, files, blocks, 32 * _LINES, 0)
 
     def _entry(
         self,
@@ -234,7 +235,7 @@ class Kernel:
         head = f"#define ACCUMULATOR float\n#define PARAMETERS {', '.join(a.declaration for a in arguments)}\n"
         passed = ", ".join(["batch", "head", "t", *(a.name for a in arguments if a.to == "extras")])
         head += f"#define EXTRAS ({passed})\n"
-        result = f"constexpr Dtype RESULT = Dtype::{DTYPES[out].stored};\n"
+        result = f"constexpr Dtype RESULT = Dtype::{dtypes.DTYPES[out].stored};\n"
         common = (
             "common/atoms.cuh",
             *sources.MATH,
@@ -334,7 +335,7 @@ def _text(problem: Problem) -> str:
         of_rows, of_keys = "group" in along or "time" in along, "key" in along
         fields.append(f"const char* base{i};")
         shape = "[BLOCKS][2]" * of_keys + "[COLUMNS][2]" * of_rows
-        fields.append(f"Pair<Dtype::{DTYPES[spec.dtype].stored}> x{i}{shape};")
+        fields.append(f"Pair<Dtype::{dtypes.DTYPES[spec.dtype].stored}> x{i}{shape};")
         value = f"x{i}{'[b][h]' * of_keys}{'[c][e]' * of_rows}"
         place = functools.reduce(lambda text, axis: f"({text} * {_SIZES_OF[axis]} + {_PLACES[axis]})", along, "0ll")
         load = f"{value}.load_one(base{i} + {place} * {np.dtype(spec.dtype).itemsize});"
@@ -382,11 +383,12 @@ def _position(axis: str, i: int) -> str:
 
 
 def configs(problem: Problem) -> Iterator[Config]:
-    """Yields the shapes of blocks, and the parts that fill the SMs."""
+    """Yields the largest two shapes of blocks that fit an SM, whole and with the parts that fill the SMs."""
     tile = 16 if problem.key_size + problem.value_size > 128 else 32
-    for warps, stages in ((8, 3), (4, 3), (4, 2), (2, 3), (2, 2)):
-        config = Config(warps, stages, tile, 1)
-        most, sms = -(-problem.keys // (warps * tile)), problem.device.sms
+    shapes = [Config(warps, stages, tile, 1) for warps, stages in ((8, 3), (4, 3), (4, 2), (2, 2), (1, 2))]
+    fitting = [config for config in shapes if not Kernel(problem, config).reasons()]
+    for config in fitting[:2] or shapes[-1:]:
+        most, sms = -(-problem.keys // (config.warps * tile)), problem.device.sms
         places = sms, sms * Kernel(problem, config).blocks_per_sm
         for parts in dict.fromkeys((1, *(max(1, min(most, n // problem.matrices)) for n in places))):
             # Fewer, where the last ones would have no keys.
@@ -412,7 +414,7 @@ def why_not(problem: Problem) -> list[str]:
     found = list(emit.reasons(p.expression))
     if number(p.arch) < 80:
         found.append(f"architecture {p.arch}: the kernels are for sm_80 and later")
-    if p.dtype.name not in ("bfloat16", "float16") or p.out_dtype.name not in (p.dtype.name, "float32"):
+    if p.dtype.name not in DTYPES or p.out_dtype.name not in (p.dtype.name, "float32"):
         found.append(f"{p.dtype.name} with a result in {p.out_dtype.name}: kernels multiply 16 bits")
     if p.rows > MOST_ROWS:
         found.append(f"{p.rows} query rows of a head of keys: more than {MOST_ROWS}")

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from cutjax import dot_precision
-from cutjax.fusion.heads.flat import Flat
+from cutjax.fusion.flat import Flat
 from cutjax.fusion.heads.forms import Basis
 from cutjax.fusion.heads.parts import Dot, End, Made
 from cutjax.fusion.heads.search import Search

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.lax import GatherScatterMode
 
-from cutjax.fusion.heads.flat import Flat
+from cutjax.fusion.flat import Flat
 from cutjax.fusion.heads.grid import real
 from cutjax.fusion.heads.values import Escape
 from cutjax.fusion.jaxprs import is_literal

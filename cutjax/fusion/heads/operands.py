@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from cutjax.epilogue.jaxpr import reorders
-from cutjax.fusion.heads.flat import Flat
+from cutjax.fusion.flat import Flat
 from cutjax.fusion.heads.forms import Form, applied, form_of, total
 from cutjax.fusion.heads.grid import Grid, axis_after_reshape, real
 from cutjax.fusion.heads.labels import Columns, scattered, source

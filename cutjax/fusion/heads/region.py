@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from cutjax.epilogue.jaxpr import any_equation, bind_equation, reverse_only
+from cutjax.epilogue.jaxpr import any_equation, reverse_only
+from cutjax.fusion.build import replayed
 from cutjax.fusion.contraction import is_product
-from cutjax.fusion.heads.flat import Flat
+from cutjax.fusion.flat import Flat
 from cutjax.fusion.heads.head import Head, planned
 from cutjax.fusion.heads.key import key
 from cutjax.fusion.heads.parts import Dot, Full, dots
@@ -140,11 +139,4 @@ def _function(
         program = Program(head, makers, dict(zip(names[0], args, strict=True)))
         return [program.read(x) for x in names[1]]
 
-    def as_it_was(*args: Any) -> list[Any]:
-        env = dict(zip(inputs, args, strict=True))
-        for eqn in eqns:
-            given = [np.asarray(x.val, x.aval.dtype) if is_literal(x) else env[x] for x in eqn.invars]
-            env.update(zip(eqn.outvars, bind_equation(eqn, given), strict=True))
-        return [env[x] for x in results]
-
-    return functools.partial(outside, any_equation(eqns, reverse_only), fused, as_it_was)
+    return functools.partial(outside, any_equation(eqns, reverse_only), fused, replayed(eqns, inputs, results))

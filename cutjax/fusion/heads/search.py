@@ -11,7 +11,7 @@ from typing import Any
 
 from cutjax.epilogue.flatten import REDUCTIONS
 from cutjax.epilogue.jaxpr import reorders
-from cutjax.fusion.heads.flat import Flat
+from cutjax.fusion.flat import Flat
 from cutjax.fusion.heads.forms import Form, at_label, form_of, largest, total
 from cutjax.fusion.heads.grid import Grid, axis_after_reshape, real
 from cutjax.fusion.heads.labels import gathered
