@@ -29,6 +29,7 @@ from cutjax.runtime.launch import Call, Int64, Pointer
 DTYPES = ("bfloat16", "float16")  # of queries, keys and values
 MOST_ROWS = 32  # of queries of one head of keys
 _SIZES = range(16, 257, 16)  # of heads
+_MOST_SUMS = 128  # registers of a thread that add up mixed values
 _LINES = 8  # of 32 threads of a block of the second kernel
 _AXES: tuple[str, ...] = ("batch", "head", "group", "time", "key")
 # Of the cost model, fitted to benchmarks/results/experiments/attention-h200.json. Microseconds: of a launch with its
@@ -163,7 +164,13 @@ class Kernel:
         p, c = self.problem, self.config
         ring = c.stages * self.stage_bytes
         sums = 4 * 8 * -(-p.rows // 8) * (p.value_size + 4 + 2)
-        return c.warps * max(ring, sums)
+        return max(c.warps * ring + self.query_bytes, c.warps * sums)
+
+    @property
+    def query_bytes(self) -> int:
+        """The shared memory of queries; 0 where each warp keeps them in up to 32 registers of a thread."""
+        words = -(-self.problem.rows // 8) * self.problem.key_size // 8
+        return 128 * words if words > 32 else 0
 
     @property
     def stage_bytes(self) -> int:
@@ -197,6 +204,7 @@ class Kernel:
             "ROWS": p.rows,
             "TIME": p.time,
             "DIVIDED": self.divided,
+            "QUERIES_SHARED": self.query_bytes > 0,
         }
         out = "float32" if self.divided else p.out_dtype.name
         head = f"constexpr Math MATH = Math::{dtypes.DTYPES[p.dtype.name].stored};\n"
@@ -418,6 +426,8 @@ def why_not(problem: Problem) -> list[str]:
         found.append(f"{p.dtype.name} with a result in {p.out_dtype.name}: kernels multiply 16 bits")
     if p.rows > MOST_ROWS:
         found.append(f"{p.rows} query rows of a head of keys: more than {MOST_ROWS}")
+    if -(-p.rows // 8) * p.value_size // 4 > _MOST_SUMS:
+        found.append(f"{p.rows} query rows with values of {p.value_size} elements: more than registers hold")
     if p.key_size not in _SIZES or p.value_size not in _SIZES:
         found.append(f"heads of {p.key_size} and {p.value_size} elements: kernels have multiples of 16 up to 256")
     if (most := instructions(p.expression)) > MOST_INLINED:

@@ -73,6 +73,7 @@ CASES = {
     "parts in float32": Case((1, 1, 3, 1, 130, 48, 80), Config(2, 2, 32, 2), out_dtype="float32"),
     "float16": Case((1, 2, 8, 1, 70, 80, 96), Config(2, 2, 16, 1), dtype="float16"),
     "many rows": Case((1, 1, 5, 5, 70, 32, 48), Config(2, 3, 32, 1), up_to, (_position(40),)),
+    "queries in shared memory": Case((1, 1, 32, 1, 70, 112, 32), Config(2, 2, 32, 1)),
     "heads first": Case((2, 3, 2, 1, 50, 32, 32), Config(2, 2, 16, 2), keys_first=(False, False)),
     "both orders": Case((2, 3, 1, 2, 50, 32, 32), Config(2, 2, 16, 1), keys_first=(False, True)),
     "wide": Case((1, 1, 2, 1, 40, 256, 128), Config(2, 2, 16, 1)),

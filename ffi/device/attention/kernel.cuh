@@ -45,6 +45,46 @@ DEVICE void fetch(u32 to, const char* from, int key_bytes, int left, int lane) {
   }
 }
 
+// The fragments of queries. Where they are many they lie in shared memory, for all warps, as lanes read them.
+struct Query {
+  u32 words[COLUMNS][QUERIES_SHARED ? 1 : KEY_SIZE / 16][2], address;
+
+  static DEVICE void fragment(u32 (&to)[2], const char* q, int c, int i, int lane) {
+    int row = 8 * c + lane / 4;
+    const char* p = q + row * 2 * KEY_SIZE + 32 * i + lane % 4 * 4;
+    to[0] = ld_global_u32_if(row < ROWS, p), to[1] = ld_global_u32_if(row < ROWS, p + 16);
+  }
+
+  DEVICE void load(const char* q, u32 shared) {
+    if constexpr (QUERIES_SHARED) {
+      address = shared + threadIdx.x % 32 * 8;
+      for (int at = threadIdx.x; at < COLUMNS * KEY_SIZE / 16 * 32; at += THREADS) {
+        u32 both[2];
+        fragment(both, q, at / 32 % COLUMNS, at / 32 / COLUMNS, at % 32);
+        st_shared_v2(shared + at * 8, both[0], both[1]);
+      }
+      __syncthreads();
+    } else {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+#pragma unroll
+        for (int i = 0; i < KEY_SIZE / 16; ++i) fragment(words[c][i], q, c, i, threadIdx.x % 32);
+      }
+    }
+  }
+
+  DEVICE void read(u32 (&to)[COLUMNS][2], int i) const {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      if constexpr (QUERIES_SHARED) {
+        ld_shared_v2(address + (i * COLUMNS + c) * 256, to[c][0], to[c][1]);
+      } else {
+        to[c][0] = words[c][i][0], to[c][1] = words[c][i][1];
+      }
+    }
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -68,14 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     cp_async_commit_group();
   }
 
-  u32 query[COLUMNS][KEY_SIZE / 16][2];
-#pragma unroll
-  for (int c = 0; c < COLUMNS; ++c) {
-    int row = 8 * c + g;
-    const char* p = q + (static_cast<i64>(matrix) * ROWS + row) * 2 * KEY_SIZE + 4 * t;
-#pragma unroll
-    for (int i = 0; i < KEY_SIZE / 8; ++i) query[c][i / 2][i % 2] = ld_global_u32_if(row < ROWS, p + 16 * i);
-  }
+  Query query;
+  query.load(q + static_cast<i64>(matrix) * ROWS * 2 * KEY_SIZE,
+             shared_address(shared_memory) + WARPS * STAGES * STAGE);
   Extras extras EXTRAS;
 
   float mixed[COLUMNS][VALUE_SIZE / 16][4] = {};
@@ -95,12 +130,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     float scores[BLOCKS][COLUMNS][4] = {};
 #pragma unroll
     for (int i = 0; i < KEY_SIZE / 16; ++i) {
+      u32 columns[COLUMNS][2];
+      query.read(columns, i);
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
         u32 a[4];
         ldmatrix_x4(tile_k + (16 * b + lane % 16) * KEY_PITCH + 32 * i + lane / 16 * 16, a[0], a[1], a[2], a[3]);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) mma<MATH>(scores[b][c], a, query[c][i]);
+        for (int c = 0; c < COLUMNS; ++c) mma<MATH>(scores[b][c], a, columns[c]);
       }
     }
 #pragma unroll
