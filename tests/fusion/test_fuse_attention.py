@@ -79,6 +79,14 @@ def transposed(q, k, v):
     return jax.nn.softmax(jnp.einsum("bhtd,bhsd->bhts", q, k) / BF16(4)) @ v
 
 
+def repeated(q, k, v, mask):
+    """Grouped queries by keys that are repeated, and a slope of each head by its number."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2).swapaxes(1, 2) for x in (k, v))
+    scores = jnp.einsum("bthd,bhsd->bhts", q, k, preferred_element_type=F32)
+    scores = scores - jnp.arange(S, dtype=F32) / S * jnp.exp2(-jnp.arange(H, dtype=F32))[:, None, None]
+    return jnp.einsum("bhts,bhsd->bthd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)).astype(q.dtype), v)
+
+
 def matrix(q, k, v):
     return jax.nn.softmax((q @ k.T).astype(F32)).astype(q.dtype) @ v
 
@@ -100,6 +108,7 @@ CASES = {
         (normal(B, H, D), *(x[:, :, 0].swapaxes(0, 1) for x in caches()), _lengths(9, 60)),
     ),
     "transposed": (transposed, (normal(B, G, 2, D), *caches())),
+    "repeated": (repeated, (normal(B, 2, H, D), *caches(), MASK)),
     "a matrix": (matrix, (normal(H, D), normal(S, D, seed=1), normal(S, D, seed=2))),
     "vmap": (jax.vmap(matrix), (normal(3, H, D), normal(3, S, D, seed=1), normal(3, S, D, seed=2))),
 }
@@ -120,6 +129,14 @@ def test_the_expression_is_of_positions_and_numbers():
     (text,) = found(always(fn), *args)
     assert "col" in text
     assert "x1" not in text  # the position alone is read, no mask
+
+
+@pytest.mark.parametrize("name", ["transposed", "repeated"])
+def test_caches_are_read_as_they_lie(name):
+    fn, args = CASES[name]
+    products, _ = walk.products(always(fn), [jnp.asarray(x) for x in args], {}, "cuda")
+    (eqn,) = (x.eqn for x in products if x.eqn.primitive.name == "cutjax_attention")
+    assert [x.aval.shape for x in eqn.invars[1:3]] == [(B, S, G, D)] * 2
 
 
 def test_masks_that_differ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Labels = tuple[Any, ...]  # of each axis of an array; None of one of size 1, or along which a value does not vary
@@ -12,6 +12,11 @@ MOVES = frozenset(["transpose", "reshape", "squeeze", "expand_dims", "broadcast_
 
 class Escape(Exception):
     """No kernel has this."""
+
+
+def divided(labels: Labels, parts: Mapping[Any, Labels]) -> list[Any]:
+    """Returns the labels of axes longer than 1, some of them as their parts."""
+    return [part for label in labels if label is not None for part in parts.get(label, (label,))]
 
 
 def around_ones(shape: Sequence[int], new: Sequence[int], labels: Labels) -> Labels:

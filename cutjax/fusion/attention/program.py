@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.epilogue.trace import trace
-from cutjax.fusion.attention.labels import MOVES, SIZE, VALUE, Labels, given
+from cutjax.fusion.attention.labels import MOVES, SIZE, VALUE, Labels, divided, given
 from cutjax.fusion.attention.search import Search
 from cutjax.fusion.jaxprs import is_literal
 from cutjax.fusion.tail import Tail, wide
@@ -25,12 +25,13 @@ class Program:
     """Attention as the primitive computes it. It keeps equations alive, not the program that they are of.
 
     Attributes:
-      sizes, q, k, v, out, scores, root, labels, axes, keys_first: as `Search` has them.
+      sizes, parts, q, k, v, out, scores, root, labels, axes, keys_first: as `Search` has them.
       leaves: the variables that the expression reads.
       makers: the equations, by variable, that it computes.
     """
 
     sizes: Mapping[Any, int]
+    parts: Mapping[Any, Labels]
     q: tuple[Any, Labels]
     k: tuple[Any, Labels]
     v: tuple[Any, Labels]
@@ -74,7 +75,7 @@ class Program:
         y = attend(q, k, v, *traced.operands, **params)
         axes = [*batch, *heads, *(label for axis in rows for label in axis), VALUE]
         y = lax.reshape(y, [self.sizes[label] for label in axes])
-        y = lax.transpose(y, [axes.index(label) for label in self.out if label is not None])
+        y = lax.transpose(y, [axes.index(label) for label in divided(self.out, self.parts)])
         return lax.reshape(y, out.shape)
 
     def _size(self, axis: Sequence[Any]) -> int:
@@ -82,7 +83,7 @@ class Program:
 
     def _placed(self, x: Any, labels: Labels, axes: Sequence[Sequence[Any]]) -> jax.Array:
         """Returns an array along axes of the kernel, of size 1 along those on which it does not depend."""
-        real = [label for label in labels if label is not None]
+        real = divided(labels, self.parts)
         x = lax.reshape(jnp.asarray(x), [self.sizes[label] for label in real])
         x = lax.transpose(x, [real.index(label) for axis in axes for label in axis if label in real])
         # Along some of the axes that are merged: those it has not are written out.
@@ -114,9 +115,10 @@ class Program:
     def _index(self, eqn: Any, labels: Labels) -> jax.Array:
         """Returns the positions along an axis."""
         label, dtype = labels[eqn.params["dimension"]], eqn.params["dtype"]
-        if label is None:
-            return jnp.zeros((1,) * len(self.axes), dtype)
-        at = [list(axis) == [label] for axis in self.axes]
-        if not any(at):
-            raise NotImplementedError("positions along one of several axes that are merged")
-        return wide(lax.broadcasted_iota(dtype, tuple(map(self._size, self.axes)), at.index(True)))
+        found, shape = jnp.zeros((1,) * len(self.axes), dtype), tuple(map(self._size, self.axes))
+        for part in divided((label,), self.parts):
+            at = [list(axis) == [part] for axis in self.axes]
+            if not any(at):
+                raise NotImplementedError("positions along one of several axes that are merged")
+            found = found * self.sizes[part] + lax.broadcasted_iota(dtype, shape, at.index(True))
+        return wide(found)

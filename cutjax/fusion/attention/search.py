@@ -11,7 +11,7 @@ import numpy as np
 
 from cutjax import dot_precision
 from cutjax.binding.rules import any_divided
-from cutjax.fusion.attention.labels import MOVES, SIZE, VALUE, Escape, Labels, given, moved
+from cutjax.fusion.attention.labels import MOVES, SIZE, VALUE, Escape, Labels, divided, given, moved
 from cutjax.fusion.flat import Flat
 from cutjax.fusion.jaxprs import is_literal, is_marked, pointwise
 from cutjax.kernels.attention import DTYPES, MOST_ROWS
@@ -67,6 +67,7 @@ class Search:
 
     Attributes:
       sizes: of each label.
+      parts: of a label of heads, where a program repeats keys for several: that of heads of keys, and of heads of each.
       key: the label of the keys.
       q, k, v: the variables that are read, with the labels of their axes.
       out: the labels of the result.
@@ -82,6 +83,7 @@ class Search:
     def __init__(self, flat: Flat, names: Container[Any], at: int, side: int, least_keys: int):
         self.flat, self._names = flat, names
         self.sizes: dict[Any, int] = {}
+        self.parts: dict[Any, Labels] = {}
         self.leaves: list[tuple[Any, Labels]] = []
         self.core, self.beside = {at}, set[int]()
         self._positional: dict[Any, bool] = {}
@@ -202,7 +204,7 @@ class Search:
 
     def _arrange(self) -> None:
         """Finds the axes of the kernel, each a list of labels. Keys and values lie as they are read."""
-        self.k, self.v = (self._before_transposes(*x) for x in (self.k, self.v))
+        self.k, self.v = (self._source(*x) for x in (self.k, self.v))
         found = []
         for labels, last in ((self.k[1], SIZE), (self.v[1], VALUE)):
             real = [label for label in labels if label is not None]
@@ -213,19 +215,46 @@ class Search:
         self.keys_first = tuple(bool(after) for _, after in found)
         batch, heads = next((each for each in found if each[1]), (found[0][0][:-1], found[0][0][-1:]))
         if any(each not in ((batch, heads), ([*batch, *heads], [])) for each in found):
-            raise Escape
-        rows = [label for label in self.q[1] if label not in (None, SIZE, *batch, *heads)]
-        if len(rows) > 2 or {*batch, *heads, *rows, self.key} != {*self.labels} - {None}:
+            raise Escape  # of which one is repeated alone, too
+        rows = [label for label in divided(self.q[1], self.parts) if label not in (SIZE, *batch, *heads)]
+        if len(rows) > 2 or {*batch, *heads, *rows, self.key} != {*divided(self.labels, self.parts)}:
             raise Escape
         self.axes = [batch, heads, *([label] for label in rows), *[[]] * (2 - len(rows)), [self.key]]
         self.shape = tuple(map(self.size, self.axes))
 
-    def _before_transposes(self, x: Any, labels: Labels) -> tuple[Any, Labels]:
-        """Returns the variable that is transposed to make another: the kernel reads it as it lies."""
-        while (eqn := self.flat.maker(x)) is not None and eqn.primitive.name == "transpose":
-            self.beside.add(self.flat.producer[x])
-            (labels,), (x,) = given(eqn, labels), eqn.invars
+    def _source(self, x: Any, labels: Labels) -> tuple[Any, Labels]:
+        """Returns the variable that is transposed, or whose heads are repeated: the kernel reads it as it lies."""
+        while (eqn := self.flat.maker(x)) is not None:
+            if eqn.primitive.name == "transpose":
+                (labels,), makers = given(eqn, labels), [eqn]
+            elif (repeated := self._repeated(eqn)) is not None:
+                inner, axis = repeated
+                whole, heads = labels[axis], inner.invars[0].aval.shape[axis]
+                if whole in (None, self.key, SIZE, VALUE):
+                    break
+                of, each = self.parts.setdefault(whole, (("of", whole), ("each", whole)))
+                if self.sizes.setdefault(of, heads) != heads:
+                    raise Escape
+                self.sizes[each] = self.sizes[whole] // heads
+                labels, makers, eqn = tuple(of if i == axis else x for i, x in enumerate(labels)), [eqn, inner], inner
+            else:
+                break
+            self.beside |= {self.flat.producer[made.outvars[0]] for made in makers}
+            x = eqn.invars[0]
         return x, labels
+
+    def _repeated(self, eqn: Any) -> tuple[Any, int] | None:
+        """Returns the equation that repeats what a reshape merges, and the axis; None of all else."""
+        inner = self.flat.maker(eqn.invars[0]) if eqn.primitive.name == "reshape" else None
+        if inner is None or inner.primitive.name != "broadcast_in_dim" or is_literal(inner.invars[0]):
+            return None
+        shape, new, out = inner.invars[0].aval.shape, inner.outvars[0].aval.shape, eqn.outvars[0].aval.shape
+        for axis in range(len(shape)):
+            at = (*range(axis + 1), *range(axis + 2, len(new)))
+            each = tuple(inner.params["broadcast_dimensions"]) == at and tuple(new[i] for i in at) == shape
+            if each and out == (*shape[:axis], shape[axis] * new[axis + 1], *shape[axis + 1 :]):
+                return inner, axis
+        return None
 
     # The expression of the scores.
 
