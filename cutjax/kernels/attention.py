@@ -33,11 +33,10 @@ _MOST_SUMS = 128  # registers of a thread that add up mixed values
 _LINES = 8  # of 32 threads of a block of the second kernel
 _AXES: tuple[str, ...] = ("batch", "head", "group", "time", "key")
 # Of the cost model, fitted to benchmarks/results/experiments/attention-h200.json. Microseconds: of a launch with its
-# first loads and its sums over warps; of each further round of blocks; of the second kernel, and of each part there; of
-# 16 keys of 128 elements in a warp, with one to 8 query rows. Bytes on their way take so long; so many of the SMs reach
-# the rate of a copy, and reads alone a little more.
-LAUNCH_US, ROUND_US, COMBINE_US, PART_US, TILE_US, LATENCY_US = 2.9, 0.9, 2.5, 0.05, 0.55, 1.4
-ENOUGH_SMS, READ_SHARE = 0.56, 1.02
+# first loads and its sums over warps; of each further round of blocks; of the second kernel; of 16 keys of 128 elements
+# in a warp, beside 8 query rows; of bytes on their way. So many of the SMs reach a copy's rate, and reads alone more.
+LAUNCH_US, ROUND_US, COMBINE_US, TILE_US, LATENCY_US = 2.9, 0.9, 2.0, 0.55, 1.4
+ENOUGH_SMS, READ_SHARE = 0.62, 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,9 +310,8 @@ class Kernel:
         rate = min(READ_SHARE * device.bytes_per_second * min(1.0, busy / ENOUGH_SMS), 1e6 * flying / LATENCY_US)
         tiles = rounds * -(-self.keys_of_part // (c.warps * c.tile))
         computing = tiles * TILE_US * c.tile / 16 * (p.key_size + p.value_size) / 256 * -(-p.rows // 8)
-        combining = (COMBINE_US + PART_US * c.parts) * self.divided
-        first = LAUNCH_US + ROUND_US * (rounds - 1) / self.blocks_per_sm
-        return first + max(1e6 * p.bytes / rate, computing) + combining
+        beside = LAUNCH_US + ROUND_US * (rounds - 1) / self.blocks_per_sm + COMBINE_US * self.divided
+        return beside + max(1e6 * p.bytes / rate, computing)
 
 
 # The places along axes in the text, and their sizes.
