@@ -349,6 +349,11 @@ _OTHERS = {
 # 108 us tn and 61 nt (benchmarks/results/experiments/contractions-h200.json).
 _ACROSS_TF32 = 1.75
 
+# Of few rows and columns of a deep contraction, whose k it divides, cuBLAS multiplies TF32 as if tiles had so many: of
+# eight squares of 96 to 512, 24576 to 98304 deep, XLA took 0.97 to 1.5 of what this tells, and up to 1.8 of what was
+# told without (experiments/deep-tf32-h200.json).
+_DIVIDED_TF32, _DIVIDED_K, _DIVIDED_SIZE = (256, 128), 16384, 512
+
 # How much of the shorter of multiplying and moving bytes XLA's products of TF32 hide, as the exponent of their norm: of
 # ten products of 2 to 20 GFLOP they took 0.96 to 1.2 of what this tells. Triton's of few columns hide more.
 _OVERLAP_TF32, _OVERLAP_FEW, _FEW_COLUMNS = 1.4, 2.0, 64
@@ -396,6 +401,10 @@ def _others_us(p: Problem, device: Device) -> float | None:
     if name == "tf32":  # of fewer tiles than SMs it divides k
         across = p.layout == "tn" and not transposes_us  # else what is copied lies along k
         multiply_us *= (_ACROSS_TF32 if across else 1.0) * (_waves(p, device) if _tiles(p) > device.sms else 1.0)
+        few = min(p.m, p.n) > _FEW_COLUMNS and max(p.m, p.n) <= _DIVIDED_SIZE and p.batch_size == 1
+        if few and p.k >= _DIVIDED_K:
+            sizes = zip((p.m, p.n), _DIVIDED_TF32, strict=True)
+            multiply_us *= math.prod(math.ceil(size / tile) * tile / size for size, tile in sizes)
     byte_us, overlap = 1e6 * p.bytes / device.bytes_per_second, math.inf
     if name == "tf32":
         overlap = _OVERLAP_FEW if min(p.m, p.n) <= _FEW_COLUMNS or transposes_us else _OVERLAP_TF32

@@ -16,10 +16,13 @@ from cutjax.kernels import tuned, xla
 from cutjax.kernels.choose import Choice, choose, in_precision
 from cutjax.kernels.device import Device, device_of
 from cutjax.kernels.families import in_order
-from cutjax.kernels.prepared import along_k, moved_us, passing_us
+from cutjax.kernels.prepared import along_k, passing_us
 from cutjax.kernels.problem import Problem
 from cutjax.ops.contraction import Contraction, Move
 
+# The share of the rate of a copy at which XLA transposes, besides a launch: seven that move 34 to 250 MB reach 0.79 to
+# 0.96 of it, whether the last axis stays or not (experiments/deep-tf32-h200.json).
+_TRANSPOSED = 0.93
 # Columns of which XLA's kernel by Triton has all in one tile, so that it reads rows once, wherever they lie. Up to 96
 # of TF32 were measured, and 16 of 16 bits.
 _ONE_TILE, _ONE_TILE_HALVES = 128, 16
@@ -78,7 +81,7 @@ def fastest(
 def _copies_us(plan: Contraction, device: Device, again: Collection[int] = ()) -> float:
     """Returns the microseconds of a plan's copies, but for those of some operands, 0 for a and 1 for b."""
     copies = [x.copied for i, x in enumerate((plan.a, plan.b, plan.d)) if x.copied and i not in again]
-    return moved_us(2 * sum(copies), device) + len(copies)
+    return device.moving_us(2 * sum(copies), _TRANSPOSED) + len(copies)
 
 
 def _in_one_kernel(plan: Contraction, problem: Problem) -> bool:
