@@ -121,7 +121,7 @@ def _of_arguments(jaxpr: Any, eqns: list[Any]) -> list[Any]:
         and _is_rounded(eqn)
     }
     for eqn in eqns:
-        product = _dense_float8(eqn)
+        product = _float8(eqn)
         quantized_here = [] if product is None else [x for x, _, _ in _operands(eqn, product)]
         for x in eqn.invars:
             if eqn.primitive.name != "reshape" and not is_literal(x) and x not in quantized_here:
@@ -131,7 +131,7 @@ def _of_arguments(jaxpr: Any, eqns: list[Any]) -> list[Any]:
             conversions.pop(_source(sources, x), None)
 
     def unrounded(eqn: Any) -> list[Any]:
-        product = _dense_float8(eqn)
+        product = _float8(eqn)
         operands = [] if product is None else [x for x, _, _ in _operands(eqn, product)]
         found = [conversions.get(_source(sources, x)) for x in operands]
         if product is None or not any(found) or len(found) > 2:
@@ -166,12 +166,12 @@ def _in_both_orders(eqns: list[Any], read: set[Any]) -> list[Any]:
     sources = _sources(eqns)
     orders: dict[Any, set[bool]] = {}
     for eqn in eqns:
-        if (product := _dense_float8(eqn)) is not None:
+        if (product := _float8(eqn)) is not None:
             for x, role, last in _operands(eqn, product):
                 orders.setdefault(_key(sources, x, x.aval.shape, role), set()).add(last)
     found = []
     for eqn in eqns:
-        if (product := _dense_float8(eqn)) is not None:
+        if (product := _float8(eqn)) is not None:
             keys = [_key(sources, x, x.aval.shape, role) for x, role, _ in _operands(eqn, product)]
             of_a, *of_bs = (len(orders[key]) > 1 and (key[2] != ACTIVATIONS or key[0] not in read) for key in keys)
             product = dataclasses.replace(product, both=(of_a, all(of_bs)))
@@ -182,7 +182,7 @@ def _in_both_orders(eqns: list[Any], read: set[Any]) -> list[Any]:
 
 def _passes(eqns: list[Any], sources: dict[Any, Any]) -> set[Any]:
     """The keys of the arrays that products quantize, and whether along the last axis."""
-    found = [(eqn, product) for eqn in eqns if (product := _dense_float8(eqn)) is not None]
+    found = [(eqn, product) for eqn in eqns if (product := _float8(eqn)) is not None]
     return {
         (_key(sources, x, x.aval.shape, role), last)
         for eqn, product in found
@@ -190,10 +190,10 @@ def _passes(eqns: list[Any], sources: dict[Any, Any]) -> set[Any]:
     }
 
 
-def _dense_float8(eqn: Any) -> Float8 | None:
-    """Returns the product of an equation that is a dense one in float8."""
+def _float8(eqn: Any) -> Float8 | None:
+    """Returns the product of an equation that is one in float8, contracted along an axis of both factors' matrices."""
     product = eqn.params.get("product")
-    return product if isinstance(product, Float8) and isinstance(product.product, Dense) else None
+    return product if isinstance(product, Float8) and isinstance(product.product, Dense | Rows) else None
 
 
 def _operands(eqn: Any, product: Float8) -> list[tuple[Any, str, bool]]:
@@ -277,7 +277,11 @@ def _made(
 
         def made_of(product: Product, a: Any, b: Any, groups: int) -> Product:
             precision, backend = params["precision"], params.get("backend", backends.resolve(None, "fuse"))
-            made = function.product(product, a, b, groups, precision, backend, roles)
+            layout, axes = layout_of(product), zip(eqn.invars, (a, b), roles, strict=False)
+            last = layout[0] == "n", layout[1] == "t"
+            done = [is_made(x, y.shape, role, k) for (x, y, role), k in zip(axes, last, strict=True)]
+            already = (done[0], done[1]) if isinstance(product, Rows) else (False, False)
+            made = function.product(product, a, b, groups, precision, backend, roles, already)
             if isinstance(made, str):
                 found.append(made)
                 return product

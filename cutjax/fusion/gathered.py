@@ -14,7 +14,7 @@ from jax import lax
 
 from cutjax.epilogue.jaxpr import CALLS, IDENTITIES, callee, reorders
 from cutjax.fusion.contraction import RAGGED, is_sharded
-from cutjax.fusion.jaxprs import BODIES, bodies, is_literal, is_marked, opened, variables, with_equations
+from cutjax.fusion.jaxprs import BODIES, bodies, carried, is_literal, is_marked, opened, variables, with_equations
 from cutjax.fusion.narrow import in_place_of
 from cutjax.primitives.routing import combined, dispatched, inverse_of
 from cutjax.runtime import backends
@@ -168,9 +168,10 @@ class _Follower:
         (body,), whole, kept = found, len(eqn.invars), len(eqn.outvars)
         tags_in, tags_out = [None] * whole, [None] * kept
         if kind == "scan":
-            whole, kept = params["num_consts"], 0
-            tags_in[whole + params["num_carry"] :] = [kind] * (len(eqn.invars) - whole - params["num_carry"])
-            tags_out[params["num_carry"] :] = [kind] * (len(eqn.outvars) - params["num_carry"])
+            first = carried(eqn, "jaxpr")
+            whole, kept = first.count(False), 0
+            tags_in[len(first) :] = [kind] * (len(eqn.invars) - len(first))
+            tags_out[len(first) - whole :] = [kind] * (len(eqn.outvars) - len(first) + whole)
         elif kind == "shard_map":
             whole = kept = 0
             tags_in, tags_out = ([(params["mesh"], x) for x in params[name]] for name in ("in_specs", "out_specs"))

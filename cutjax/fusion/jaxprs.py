@@ -89,14 +89,14 @@ def with_bodies(eqn: Any, rewrite: Callable[..., Any]) -> Any:
     for name in BODIES.get(eqn.primitive.name, ()):
         value = params.get(name)
         if value is not None:
-            one = functools.partial(rewrite, donated=_carried(eqn, name))
+            one = functools.partial(rewrite, donated=carried(eqn, name))
             params[name] = tuple(map(one, value)) if isinstance(value, tuple | list) else one(value)
     if params.get("policy") is not None:  # of jax.checkpoint
         params["policy"] = AsDotGeneral.of(params["policy"])
     return eqn.replace(params=params)
 
 
-def _carried(eqn: Any, name: str) -> tuple[bool, ...]:
+def carried(eqn: Any, name: str) -> tuple[bool, ...]:
     """Returns, for the first arguments of a loop's body, True if the loop carries them from step to step."""
     params = eqn.params
     if name == "body_jaxpr":
@@ -106,8 +106,8 @@ def _carried(eqn: Any, name: str) -> tuple[bool, ...]:
     # Counted by what a step does not take, or give, a slice of: the parameters' names differ between versions of jax.
     body = opened(params["jaxpr"])
     whole = [x.aval.shape == y.aval.shape for x, y in zip(eqn.invars, body.invars, strict=True)]
-    carried = sum(x.aval.shape == y.aval.shape for x, y in zip(eqn.outvars, body.outvars, strict=True))
-    return (False,) * (sum(whole) - carried) + (True,) * carried
+    kept = sum(x.aval.shape == y.aval.shape for x, y in zip(eqn.outvars, body.outvars, strict=True))
+    return (False,) * (sum(whole) - kept) + (True,) * kept
 
 
 def pointwise(eqn: Any) -> bool:

@@ -92,8 +92,12 @@ class Fp8DotGeneral:
         precision: Any,
         backend: str,
         roles: Roles = (ACTIVATIONS, WEIGHTS),
+        made: tuple[bool, bool] = (False, False),
     ) -> Product | str:
-        """Returns a product, dense or of rows in groups, in float8, or the reason against it; told its factors."""
+        """Returns a product, dense or of rows in groups, in float8, or the reason against it; told its factors.
+
+        Of those that are ``made``, another product has the same quantized: that is free.
+        """
         if a.dtype.name not in _WIDE or b.dtype.name not in _WIDE:
             return f"float8 is made of {', '.join(_WIDE)}, got {a.dtype} and {b.dtype}"
         if not _is_default(precision):
@@ -101,7 +105,7 @@ class Fp8DotGeneral:
         if any(symbolic(x) or 0 in x.shape for x in (a, b)):
             return f"it needs known sizes above 0, got {a.shape}, {b.shape}"
         of_a, of_b = ((tuple(x.shape), np.dtype(x.dtype)) for x in (a, b))
-        why = why_wide(self.recipe, roles, product, groups, of_a, of_b, backend)
+        why = why_wide(self.recipe, roles, product, groups, of_a, of_b, backend, made)
         return why or Float8(product, self.recipe, roles, backend, groups)
 
     def why_not(

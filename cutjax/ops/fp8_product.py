@@ -147,21 +147,15 @@ class Float8(Wrapped):
             product, turned = Rows(product.leading, "nt"), True
         else:
             turned = False
-        of_rows = 0
-        if factors.context:  # what lies in rows of no group reaches no scale
-            (sizes,), m = factors.context, factors.a.shape[-2]
-            of_rows = 1 + (len(rows) - 1) * isinstance(product, Depth)
-            rows[:of_rows] = [
-                (in_some_group(x, sizes, m, product.leading), last)  # pyright: ignore[reportAttributeAccessIssue]
-                for x, last in rows[:of_rows]
-            ]
         of_a, of_b = zip(self.roles, self.both, self.rounded, strict=True)
         how = [of_a, *(of_b for _ in factors.bs)]
-        found = [
-            # What XLA clears for it, XLA quantizes in the same fusions.
-            quantized(x, self.recipe, role, last, turned, both, "xla" if i < of_rows else self.backend, rounded)
-            for i, ((x, last), (role, both, rounded)) in enumerate(zip(rows, how, strict=True))
-        ]
+        found = []
+        for i, ((x, last), (role, both, rounded)) in enumerate(zip(rows, how, strict=True)):
+            backend = self.backend
+            if factors.context and _reaches(product, i, self.recipe, role):
+                (sizes,), m, leading = factors.context, factors.a.shape[-2], product.leading  # pyright: ignore[reportAttributeAccessIssue]
+                x, backend = in_some_group(x, sizes, m, leading), "xla"  # which quantizes in the same fusions
+            found.append(quantized(x, self.recipe, role, last, turned, both, backend, rounded))
         return product, found
 
     def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
@@ -312,9 +306,8 @@ def _why_wide(
     if found is None:
         return "; ".join(choose.choose(problem).reasons)
     factors = (a, roles[0], layout[0] == "n"), (b, roles[1], layout[1] == "t")
-    cleared = 0 if not groups else 2 if isinstance(product, Depth) else 1  # of what lies in rows of no group
     passes_us = sum(
-        _quantized_us(x, recipe, role, last, i < cleared, device)
+        _quantized_us(x, recipe, role, last, bool(groups) and _reaches(product, i, recipe, role), device)
         for i, (x, role, last) in enumerate(factors)
         if not made[i]
     )
@@ -322,6 +315,14 @@ def _why_wide(
     if narrow_us + passes_us < wide_us:
         return ""
     return f"{wide_us:.1f} us in {a[1]}, {narrow_us:.1f} in float8 after {passes_us:.1f} that quantize"
+
+
+def _reaches(product: Product, i: int, recipe: Recipe, role: str) -> bool:
+    """True if what lies in rows of no group would reach a scale of the first factor (i = 0) or of another.
+
+    Where each row has scales of its own it reaches none: no product reads such rows.
+    """
+    return isinstance(product, Depth) or (isinstance(product, Rows) and i == 0 and recipe.block(role)[0] != 1)
 
 
 def _aligned(product: Product, a: Shaped, b: Shaped) -> tuple[Shaped, Shaped]:
