@@ -169,3 +169,43 @@ def test_fuse_of_groups():
         shown = str(cutjax.explain(fused, platform="cuda")(up, down))
         for roles in ("activations by weights", "gradients by weights", "activations by gradients"):
             assert f"block, {roles}, gradients float8_e5m2" in shown, (program, shown)
+
+
+def quantizations(function, *args):
+    """The passes of kernels that quantize on an H200: dtype that is read, and both orders or one."""
+    rows = cutjax.explain(function, platform="cuda", device="NVIDIA H200")(*args).rows
+    problems = [row.choice.problem for row in rows if row.runs.startswith("quantize_")]
+    return sorted((p.dtype.name, p.rounded.name, "both" if p.own and p.turned else "one") for p in problems)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_with_scales_of_their_own_are_not_cleared(recipe):
+    """What lies in rows of no group reaches the one scale of all, and those of no other row."""
+    x, w = (y.astype(BF16) for y in arrays((256, 128), (G, 128, 128)))
+    sizes, fp8 = jnp.array([100, 0, 90]), always(recipe)
+    found = quantizations(lambda x, w: cutjax.grouped_gemm(x, w, sizes, fp8=fp8), x, w)
+    assert len(found) == (1 if recipe == "tensor" else 2)
+    y = cutjax.grouped_gemm(x.at[190:].set(jnp.nan), w, sizes, fp8=fp8)
+    np.testing.assert_array_equal(y, cutjax.grouped_gemm(x, w, sizes, fp8=fp8))
+    assert not y[190:].any()
+
+
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_weights_in_float32(recipe):
+    """Those that a fused program rounds for its experts alone are quantized as they are, once for both passes."""
+    x, up, down = arrays((256, 128), (G, 128, 256), (G, 256, 128))
+    x, sizes, fp8 = x.astype(BF16), jnp.array([100, 0, 156]), always(recipe)
+
+    def loss(up, down):
+        h = jax.nn.silu(jax.lax.ragged_dot(x, up.astype(BF16), sizes))
+        return (jax.lax.ragged_dot(h, down.astype(BF16), sizes).astype(F32) ** 2).sum()
+
+    step = cutjax.fuse(jax.value_and_grad(loss, (0, 1)), fp8=fp8)
+    found = quantizations(step, up, down)
+    of_weights = [one for one in found if one[0] == "float32"]
+    assert of_weights == [("float32", "bfloat16", "both"), ("float32", "bfloat16", "one")]  # x has no gradient
+    wide, (of_up, _) = step(up, down)
+    narrow, _ = step(up.astype(BF16), down.astype(BF16))
+    np.testing.assert_array_equal(wide, narrow)
+    exact = jax.grad(loss)(up, down)
+    assert jnp.linalg.norm(of_up - exact) / jnp.linalg.norm(exact) < 0.2
