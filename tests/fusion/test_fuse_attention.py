@@ -11,6 +11,7 @@ import pytest
 from checks import close, mesh_of, scaled
 from flax import linen as nn
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import cutjax
 from cutjax.binding import walk
@@ -183,6 +184,20 @@ def test_derivatives_are_those_of_the_program():
         close(x.astype(F32), y.astype(F32), 2**-5)
     # The gradient is what is fused: scores are read by its backward pass, and stay.
     assert not found(always(jax.grad(loss(fn), (0, 1, 2))), *args[:3])
+
+
+def test_names_are_seen_by_policies():
+    """The scores have one: under a policy that saves it the derivative keeps them, as without fuse."""
+    q, k, v = CASES["a matrix"][1]
+
+    def named(q, k, v):
+        scores = checkpoint_name((q @ k.T).astype(F32), "scores") / 2
+        return jnp.square((jax.nn.softmax(checkpoint_name(scores, "halved")).astype(q.dtype) @ v).astype(F32)).sum()
+
+    assert len(found(always(named), q, k, v)) == 1
+    policy = jax.checkpoint_policies.save_only_these_names("scores")
+    fused, plain = (jax.grad(jax.checkpoint(f, policy=policy)) for f in (always(named), named))
+    close(fused(q, k, v).astype(F32), plain(q, k, v).astype(F32), 2**-5)
 
 
 def test_batched_and_in_loops():

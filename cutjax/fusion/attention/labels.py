@@ -8,6 +8,7 @@ from typing import Any
 Labels = tuple[Any, ...]  # of each axis of an array; None of one of size 1, or along which a value does not vary
 SIZE, VALUE = "size", "value"  # what the first product adds up, and what the second one makes
 MOVES = frozenset(["transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"])
+SAME = frozenset(["copy", "copy_p", "name", "stop_gradient"])  # what changes no value
 
 
 class Escape(Exception):

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.epilogue.trace import trace
-from cutjax.fusion.attention.labels import MOVES, SIZE, VALUE, Labels, divided, given
+from cutjax.fusion.attention.labels import MOVES, SAME, SIZE, VALUE, Labels, divided, given
 from cutjax.fusion.attention.search import Search
 from cutjax.fusion.jaxprs import is_literal
 from cutjax.fusion.tail import Tail, wide
@@ -108,7 +108,7 @@ class Program:
         else:
             args = [self._evaluate(z, its, env, found) for z, its in zip(eqn.invars, given(eqn, labels), strict=False)]
             tail = Tail(tuple(map(self._size, self.axes)), 1)
-            y = args[0] if eqn.primitive.name in MOVES else tail.pointwise(eqn, args)
+            y = args[0] if eqn.primitive.name in MOVES | SAME else tail.pointwise(eqn, args)
         found[x, labels] = y
         return y
 

@@ -11,13 +11,12 @@ import numpy as np
 
 from cutjax import dot_precision
 from cutjax.binding.rules import any_divided
-from cutjax.fusion.attention.labels import MOVES, SIZE, VALUE, Escape, Labels, divided, given, moved
+from cutjax.fusion.attention.labels import MOVES, SAME, SIZE, VALUE, Escape, Labels, divided, given, moved
 from cutjax.fusion.flat import Flat
 from cutjax.fusion.jaxprs import is_literal, is_marked, pointwise
 from cutjax.kernels.attention import DTYPES, MOST_ROWS
 
 _FLOATS = (*DTYPES, "float32")
-_SAME = frozenset(["convert_element_type", "stop_gradient", "copy", "copy_p"])
 # What equations make of values of some kinds, each of the same scores; "" is none of them.
 _MADE: dict[tuple[str, ...], str] = {
     ("reduce_max", "score"): "most",
@@ -157,7 +156,7 @@ class Search:
         first, labels = given[0], given[0].labels
         if name in MOVES:
             return dataclasses.replace(first, labels=moved(eqn, labels, first.kind in ("most", "total")))
-        if name in _SAME:
+        if name in SAME or name == "convert_element_type":
             return first
         if name == "max" and sorted(kinds) == ["", "most"]:
             known = self.flat.known(eqn.invars[kinds.index("")])
@@ -301,4 +300,4 @@ def _is_inside(eqn: Any) -> bool:
     if name == "reshape":
         sizes = [[n for n in x.aval.shape if n != 1] for x in (eqn.invars[0], eqn.outvars[0])]
         return sizes[0] == sizes[1]
-    return name == "iota" or name in MOVES or pointwise(eqn)
+    return name == "iota" or name in MOVES or name in SAME or pointwise(eqn)
