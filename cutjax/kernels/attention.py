@@ -127,7 +127,7 @@ class Problem:
 
     def __str__(self) -> str:
         shape = ",".join(map(str, (self.batch, self.heads, self.group, self.time, self.key_size)))
-        return f"attention of {short(self.dtype.name)}[{shape}] to {self.keys} keys"
+        return f"attention of {short(self.dtype.name)}[{shape}] to {self.keys} keys by {self.expression.text('score')}"
 
 
 def axes(spec: OperandSpec) -> list[str]:
@@ -407,9 +407,10 @@ def choose(problem: Problem, backend: str) -> Choice[Problem, Kernel]:
     """Returns the kernel that runs under a backend, or the reasons why XLA does."""
     if why := why_not(problem):
         return Choice(problem, tuple(why))
-    kernels = (Kernel(problem, config) for config in configs(problem))
+    kernels = [Kernel(problem, config) for config in configs(problem)]
     each = (tuple(kernel.reasons()) or kernel for kernel in kernels)
-    return choice.fastest(problem, each, "few query rows", problem.device.moving_us(problem.bytes))
+    why = f"predicted fastest of {len(kernels)} configs"
+    return choice.fastest(problem, each, why, problem.device.moving_us(problem.bytes))
 
 
 def why_not(problem: Problem) -> list[str]:

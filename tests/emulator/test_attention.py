@@ -17,6 +17,7 @@ from cutjax.epilogue.trace import trace
 from cutjax.kernels import attention
 from cutjax.kernels.attention import Config
 from cutjax.kernels.device import reference
+from cutjax.primitives.attention import attend
 from emulator import device
 
 
@@ -144,3 +145,22 @@ def test_nan_of_a_masked_value():
     got = run(problem, case.config, [q, k, v, position])
     np.testing.assert_array_equal(np.isnan(got), np.isnan(exact(problem, [q, k, v, position])))
     assert np.isnan(got[0, 1, :, :, 7]).all()
+
+
+@pytest.mark.parametrize("keys", [48, 2048])
+def test_in_a_program(keys):
+    """By one launch, and in parts where the SMs are more than the heads; under vmap the batch is larger."""
+    problem, (q, k, v) = problem_of(Case((1, 1, 2, 1, keys, 32, 32), Config(8, 3, 32, 1)))
+    params = {"expression": problem.expression, "keys_first": problem.keys_first, "out_dtype": problem.out_dtype}
+
+    def run(q, k, v):
+        return attend(q, k, v, backend="cuda", **params)
+
+    with device.emulated(device.Machine(eagerness=3)):
+        lowered = jax.jit(run).lower(q, k, v)
+        assert ("combine" in lowered.as_text()) == (keys == 2048)
+        got = np.asarray(lowered.compile()(q, k, v), np.float64)
+        both = np.asarray(jax.jit(jax.vmap(run))(*(np.stack([x, x]) for x in (q, k, v))), np.float64)
+    want = exact(problem, [q, k, v])
+    for each in (got, *both):
+        np.testing.assert_allclose(each, want, rtol=2**-7, atol=2**-7)
