@@ -115,10 +115,11 @@ class Program:
     def _index(self, eqn: Any, labels: Labels) -> jax.Array:
         """Returns the positions along an axis."""
         label, dtype = labels[eqn.params["dimension"]], eqn.params["dtype"]
-        found, shape = jnp.zeros((1,) * len(self.axes), dtype), tuple(map(self._size, self.axes))
+        found, shape = [], tuple(map(self._size, self.axes))
         for part in divided((label,), self.parts):
             at = [list(axis) == [part] for axis in self.axes]
             if not any(at):
                 raise NotImplementedError("positions along one of several axes that are merged")
-            found = found * self.sizes[part] + lax.broadcasted_iota(dtype, shape, at.index(True))
-        return wide(found)
+            place = lax.broadcasted_iota(dtype, shape, at.index(True))
+            found = [found[0] * self.sizes[part] + place] if found else [place]
+        return wide(found[0]) if found else jnp.zeros((1,) * len(self.axes), dtype)
