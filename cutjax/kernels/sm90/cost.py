@@ -24,6 +24,10 @@ from cutjax.kernels.sums import summands
 # Of several products of one a in groups of k, beside one; and what tiles of 64 rows take less of sums so deep or deeper
 # (benchmarks/results/experiments/sums-h200.json).
 SEVERAL, SHORT_OF_SUMS, DEEP_SUM = 0.94, 0.07, 2048
+# Of groups of so many rows and so deep a contraction, whose blocks drift apart and read what they share again, kernels
+# are ranked by what their bytes take through L2: three of 11 to 30 ms became 1.06 to 1.19 times as fast. Where k is
+# 4096 to 14336 some became faster and some slower (sweeps/experts-h200.json).
+MANY_ROWS, DEEP_GROUPS = 1024, 16384
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 # Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
 SHARED_BYTES_PER_US, ADDED_BYTES_PER_US = 1e6, 3.5e6
@@ -43,6 +47,8 @@ class _Fit:
       twins, short: what two blocks on an SM, and tiles of 64 rows, add to the time of memory.
       last: how much of a tile the last one of a group takes more than its share, where rows have groups.
       tall: what each doubling of a tile's rows adds, where groups have few: fewer tiles then read the same weights.
+      drift: how many times as much that is with each doubling of the contraction over 2048, where groups have next to
+        none: their last tiles are short, so blocks drift apart, and read the weights again.
       scale: of the whole.
       rows: whether loads count as rows of 128 bytes: shorter ones as whole ones, those off the lines of memory as two.
       tile: microseconds that storing 128 x 256 accumulators as they are takes.
@@ -72,10 +78,12 @@ class _Fit:
     paired: float = 0
     behind: float = 0
     awaited: float = 0
+    drift: float = 0
 
 
 _FITS = {
-    # "m" also to 16 products of four layers of experts (benchmarks/results/sweeps/moe-h200.json), 2026-11-28.
+    # "m" also to 16 products of four layers of experts (benchmarks/results/sweeps/moe-h200.json), and drift to 40 that
+    # a salt drew of models (benchmarks/results/sweeps/experts-h200.json).
     "m": _Fit(
         *(110, 1, 2, 0.11, 0.243, 1.9, 1.7, 0.12, 0.02),
         last=0.19,
@@ -85,6 +93,7 @@ _FITS = {
         paired=0.018,
         behind=0.22,
         awaited=0.12,
+        drift=0.5,
     ),
     "k": _Fit(74, 0, 1.33, 0.2, 0.223, 1.6, 2, 0.04, -0.02, scale=0.67),
     # On an H200, 50 problems of 20 to 30 configs each: picks are 1% slower than the fastest, give or take the order.
@@ -169,7 +178,8 @@ def predict(kernel: Resolved, device: Device) -> Any:
     exchange = 2 + (c.cluster_k - 1) / c.cluster_k * 4 * c.bm * columns / SHARED_BYTES_PER_US
     compute = compute + (c.cluster_k > 1) * (waves * exchange)
     if p.divided == "m":
-        compute = compute * (1 + fit.tall * log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups_along("m") / 512))
+        deep = 1 + fit.drift * max(0.0, math.log2(p.k / 2048)) * max(0.0, 1 - average / 1024)
+        compute = compute * (1 + fit.tall * deep * log2(c.bm * c.cluster_m / 64) / (1 + average / 512))
 
     ragged = where(c.bn * p.out_dtype.itemsize % 128 != 0, 1.1, 1.0)  # stores of less than a cache line
     speed = device.bytes_per_second / dense_cost.FITTED_ON.bytes_per_second
@@ -191,10 +201,10 @@ def predict(kernel: Resolved, device: Device) -> Any:
 def times(kernel: Resolved, device: Device) -> tuple[Any, Any, Any]:
     """Returns the predicted microseconds of one call, or a column of them, and what else kernels are ranked by.
 
-    That is their corrected times, and what their bytes take through L2 alone, which is 0 where nothing is corrected.
+    That is their corrected times, and what their bytes take through L2 alone; 0 where they are not ranked by it.
     """
     if not residual.serves(kernel, device):
-        return (us := predict(kernel, device)), us, 0 * us
+        return (us := predict(kernel, device)), us, _l2_us(kernel, us)
     features = dense_cost.Features._make(map(floats, dense_cost.features(kernel, device)))  # converted once, for all
     costs = dense_cost.costs(features, CONSTANTS)
     return costs.whole, costs.whole * residual.factor(residual.product(kernel), features, costs), costs.l2
@@ -218,8 +228,9 @@ def of_columns(
     """
     dense = [x for x in fixed if x]
     if len(dense) < len(kernels):
-        us = np.concatenate([predict(kernel, device) for kernel in kernels])
-        return us, 0 * us, np.ones_like
+        us = [predict(kernel, device) for kernel in kernels]
+        l2_us = [_l2_us(kernel, of) for kernel, of in zip(kernels, us, strict=True)]
+        return np.concatenate(us), np.concatenate(l2_us), np.ones_like
     features = dense_cost.joined(kernels, dense, device)
     costs = dense_cost.costs(features, CONSTANTS)
     if not residual.serves(kernels[0], device):
@@ -228,6 +239,18 @@ def of_columns(
     product = residual.Product(*dense_cost.spread([*map(residual.product, kernels)], counts))
     values = residual.values(product, features, costs)
     return costs.whole, costs.l2, lambda rows: residual.factors(values[:, rows])
+
+
+def _l2_us(kernel: Resolved, us: Any) -> Any:
+    """Returns the time of the bytes through L2 of kernels of deep groups of many rows; 0 of others, told their times.
+
+    Full tiles are counted: those of a pair that are beyond its group load nothing.
+    """
+    c, p = kernel.config, kernel.multiplied
+    if p.divided != "m" or p.k < DEEP_GROUPS or p.m < MANY_ROWS * p.groups_along("m"):
+        return 0 * us
+    rows_and_columns = (c.bm / c.cluster_n + c.bn * p.products / c.cluster_m) / (c.bm * c.bn * p.products)
+    return p.a.bytes(p.flops) / 2 * rows_and_columns / (CONSTANTS.l2 * 1e3)
 
 
 def is_dense(kernel: Resolved) -> bool:
