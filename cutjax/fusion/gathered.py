@@ -133,13 +133,13 @@ class _Follower:
         return [eqn]
 
     def known(self, x: Any) -> Fact | None:
-        """What is known of an array that a program inside is given."""
+        """Returns the fact about an array that a program inside is told."""
         found = self._of(x)
         if found is None:
             return None
         if found.order is None:
             one = ("all", int(found.values.reshape(-1)[0])) if found.values.size == 1 else None
-            return ("counts", found.values.size) if found.values.size == x.aval.size and _counts(found.values) else one
+            return ("counts", x.aval.size) if _counts(found.values, x) else one
         values = found.values.astype(np.int64)
         if x.aval.dtype.kind == "b" or values.size == 0 or values.min() < 0 or values.max() >= values.size:
             return None
@@ -147,8 +147,8 @@ class _Follower:
         return ("places", counts.size) if counts.min() == counts.max() else None
 
     def _has(self, x: Any, fact: Fact | None) -> None:
-        """Notes what is known of an array."""
-        if fact is None:
+        """Notes a fact about an array."""
+        if fact is None or x.aval.size == 0:
             return
         (kind, number), dtype, count = fact, x.aval.dtype, x.aval.size
         if kind == "all":
@@ -166,7 +166,8 @@ class _Follower:
             self.inside |= dict.fromkeys(map(id, found), ())
             return
         (body,), whole, kept = found, len(eqn.invars), len(eqn.outvars)
-        tags_in, tags_out = [None] * whole, [None] * kept
+        tags_in: list[Any] = [None] * whole
+        tags_out: list[Any] = [None] * kept
         if kind == "scan":
             first = carried(eqn, "jaxpr")
             whole, kept = first.count(False), 0
@@ -194,16 +195,19 @@ class _Follower:
                 self._parts[out] = tag, fact
 
     def _of(self, x: Any) -> Values | None:
-        return Values(np.asarray(x.val, x.aval.dtype)) if is_literal(x) else self._found.get(x)
+        if is_literal(x):
+            return Values(np.asarray(x.val, x.aval.dtype)) if _is_small(x.aval) else None
+        return self._found.get(x)
 
     def _sort(self, eqn: Any) -> None:
         """Follows a sort of keys with an iota, which becomes a permutation: of a permutation its inverse."""
-        count, key = eqn.params["num_keys"], self._of(eqn.invars[0])
-        of_order = count == 1 and key is not None and not isinstance(key.order, _Sorted | None) and _counts(key.values)
+        count, inverse = eqn.params["num_keys"], None
+        if count == 1 and (key := self._of(eqn.invars[0])) is not None and not isinstance(key.order, _Sorted):
+            inverse = key.order if _counts(key.values, eqn.invars[0]) else None
         for x, out in zip(eqn.invars[count:], eqn.outvars[count:], strict=True):
             values = self._of(x)
-            if out.aval.ndim == 1 and values is not None and values.order is None and _counts(values.values):
-                self._permutes(out, key.order if key is not None and of_order else None)
+            if out.aval.ndim == 1 and values is not None and values.order is None and _counts(values.values, x):
+                self._permutes(out, inverse)
 
     def _permutes(self, out: Any, inverse: Any) -> None:
         self._has(out, ("places", out.aval.size))
@@ -217,8 +221,10 @@ class _Follower:
         index = self._index(indices, eqn, places)
         if index is None or not _is_of_rows(eqn) or is_literal(updates) or updates.aval.dtype != out.aval.dtype:
             return None
+        if eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None:  # x.at[...].apply
+            return None
         adds, given, (order, each, turned) = eqn.primitive.name == "scatter-add", self._of(updates), index
-        if not adds and given is not None and given.order is None and each == 1 and _counts(given.values):
+        if not adds and given is not None and given.order is None and each == 1 and _counts(given.values, updates):
             self._permutes(out, order)  # a permutation inverted in the usual way
             return None
         if not self._replaces or 0 in window or not (adds or each == 1):
@@ -305,8 +311,9 @@ def _is_small(aval: Any) -> bool:
     return getattr(aval, "size", _MOST + 1) <= _MOST and getattr(aval.dtype, "kind", "") in ("b", "i", "u")
 
 
-def _counts(values: np.ndarray) -> bool:
-    return np.array_equal(values, np.arange(values.size))
+def _counts(values: np.ndarray, x: Any) -> bool:
+    """True if the values of all elements of a variable are those of an iota."""
+    return np.array_equal(values.reshape(-1), np.arange(x.aval.size))
 
 
 def _is_of_rows(eqn: Any) -> bool:

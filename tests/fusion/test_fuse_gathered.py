@@ -108,6 +108,12 @@ def looped(x, w, s, chosen):
     return lax.scan(body, x, None, length=2)[0]
 
 
+def zeros_sorted(x, w, s, chosen):
+    """An iota of one, repeated, is no iota."""
+    _, place = lax.sort((chosen.reshape(-1)[:T], jnp.broadcast_to(jnp.arange(1), (T,))), num_keys=1)
+    return jnp.zeros_like(x).at[place].add(x @ w)
+
+
 def one_row(x, w, s, chosen):
     """A permutation of one, and indices made of it: each row comes to the same place."""
     place = jnp.broadcast_to(jnp.argsort(chosen[0, :1]), (T,))
@@ -180,7 +186,7 @@ def last_of_several(x, w, s, chosen):
 
 
 LEFT = [unknown, fewer_places, more_places, before_the_first, beyond_the_last, clipped, uneven, part, sorted_values]
-LEFT += [greatest, last_of_several, one_row]
+LEFT += [greatest, last_of_several, zeros_sorted, one_row]
 
 
 def gradients(fn, of_each=True):
@@ -238,6 +244,26 @@ def test_left(fn):
     assert scatters_of_rows(fused, X, W, S, CHOSEN)
     same(fused(X, W, S, CHOSEN), jax.jit(fn)(X, W, S, CHOSEN))
     same(*(jax.jit(gradients(x))(X, W, S, CHOSEN) for x in (fused, fn)))
+
+
+def test_applied():
+    """A scatter that has a function of what lies there, and no use of its updates; JAX has no derivative of it."""
+
+    def applied(x, w, s, chosen):
+        order = order_of(chosen)
+        return (x[order // K] @ w).at[order].apply(lambda x: x * 3)
+
+    same(cutjax.fuse(applied)(X, W, S, CHOSEN), jax.jit(applied)(X, W, S, CHOSEN))
+
+
+def test_no_rows():
+    empty = jnp.zeros((0, D)), W, jnp.zeros((0, K)), jnp.zeros((0, K), jnp.int32)
+
+    def program(x, w, s, chosen):
+        place = order_of(chosen) // K
+        return jnp.zeros_like(x).at[place].add(x[place] @ w), jnp.ones((T, D)).at[place].add(x[place] @ w)
+
+    same(cutjax.fuse(program)(*empty), program(*empty))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64])
