@@ -50,8 +50,9 @@ PASS_BANDWIDTH = 0.7
 # 150 s, with none in 14 (experiments/gates-groups-h200.json, experiments/fp8-passes-h200.json).
 SCALES_LEAD = 0.8
 # Measured times over predicted ones on an H200: of float8 kernels with scales in blocks, or in groups, 1.10 at most; of
-# others, dense, 0.83 to 1.0 over 18 sizes and two recipes, so that a prediction is an upper bound. And of 16 bits in
-# groups, of which nobody knows XLA's time, 0.80 to 0.86 where k is over 1,000 (experiments/experts-again-h200.json).
+# others, dense, 0.83 to 1.0 over 18 sizes and two recipes, which leaves room for what a program's epilogue would have
+# saved. And of 16 bits in groups, of which nobody knows XLA's time, 0.80 to 0.86 where k is over 1,000
+# (experiments/experts-again-h200.json).
 SLOWER, GROUPED_WIDE = 1.12, 0.85
 
 
@@ -313,7 +314,7 @@ def _why_wide(
         for i, (x, role, last) in enumerate(factors)
         if not made[i]
     )
-    narrow_us = found[1] * (SLOWER if blocks or groups else 1.0)
+    narrow_us = SLOWER * found[1]
     if narrow_us + passes_us < wide_us:
         return ""
     return f"{wide_us:.1f} us in {a[1]}, {narrow_us:.1f} in float8 after {passes_us:.1f} that quantize"
