@@ -20,7 +20,7 @@ from cutjax.fusion.attention.search import Search, may_be_scores
 from cutjax.fusion.build import Template, placed, replayed
 from cutjax.fusion.contraction import is_product
 from cutjax.fusion.flat import Flat
-from cutjax.fusion.jaxprs import Graph, opened, pointwise, with_equations
+from cutjax.fusion.jaxprs import Graph, is_literal, opened, pointwise, with_equations
 from cutjax.fusion.keys import Keys
 from cutjax.fusion.price import GAIN
 from cutjax.fusion.region import Region
@@ -100,7 +100,8 @@ def _price(made: Template) -> Price:
 def _found(graph: Graph, least_keys: int) -> Iterator[tuple[Region, Callable[[], Callable[..., list[Any]]]]]:
     """Yields the regions of attention, each of which may have been replaced before the next, and their functions."""
     flat = Flat(graph)
-    names = {flat.name(x): x for i in graph.live for x in (*graph.inputs[i], *graph.eqns[i].outvars)}
+    read = {x: None for i in graph.live for x in (*graph.inputs[i], *graph.eqns[i].outvars) if not is_literal(x)}
+    names = {flat.name(x): x for x in read}
     for k, eqn in enumerate(flat.eqns):
         for side in (0, 1) if may_be_scores(eqn) and flat.tops[k] in graph.live else ():
             try:
