@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from cutjax.epilogue.jaxpr import CALLS, IDENTITIES, callee, reorders
-from cutjax.fusion.contraction import RAGGED, is_sharded
+from cutjax.fusion.contraction import RAGGED
 from cutjax.fusion.jaxprs import BODIES, bodies, carried, is_literal, is_marked, opened, variables, with_equations
 from cutjax.fusion.narrow import in_place_of
 from cutjax.primitives.routing import combined, dispatched, inverse_of
@@ -54,7 +55,7 @@ def gathered(jaxpr: Any, given: Given = ()) -> tuple[Any, dict[int, Given]]:
     """
     if not any(given) and not _sorts(jaxpr):
         return jaxpr, unknown(jaxpr)
-    follower = _Follower(opened(jaxpr), given)
+    follower = _Follower(opened(jaxpr), given, replaces=not _is_divided())
     eqns = [made for eqn in opened(jaxpr).eqns for made in follower.follow(eqn)]
     return (with_equations(jaxpr, eqns) if follower.changed else jaxpr), unknown(jaxpr) | follower.inside
 
@@ -62,6 +63,13 @@ def gathered(jaxpr: Any, given: Given = ()) -> tuple[Any, dict[int, Given]]:
 def unknown(jaxpr: Any) -> dict[int, Given]:
     """Returns that nothing is known of the arguments of programs inside."""
     return {id(body): () for eqn in opened(jaxpr).eqns for body in bodies(eqn)}
+
+
+def _is_divided() -> bool:
+    """True where XLA divides arrays over a mesh: of rows elsewhere it makes a sum over devices for each gather."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind != AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds)
 
 
 def _sorts(jaxpr: Any) -> bool:
@@ -94,7 +102,7 @@ class _Follower:
       changed: whether an equation has been replaced.
     """
 
-    def __init__(self, jaxpr: Any, given: Given, replaces: bool = True) -> None:
+    def __init__(self, jaxpr: Any, given: Given, replaces: bool) -> None:
         readers: dict[bool, set[Any]] = {True: set(), False: {x for x in jaxpr.outvars if not is_literal(x)}}
         for eqn in jaxpr.eqns:
             readers[eqn.primitive.name in _GROUPED].update(variables(eqn))
@@ -218,7 +226,7 @@ class _Follower:
         """Returns the equations of gathers in the place of a scatter; None where it stays."""
         (operand, indices, updates), (out,) = eqn.invars, eqn.outvars
         places, *window = out.aval.shape or (0,)
-        index = self._index(indices, eqn, places)
+        index = self._index(indices, places)
         if index is None or not _is_of_rows(eqn) or is_literal(updates) or updates.aval.dtype != out.aval.dtype:
             return None
         if eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None:  # x.at[...].apply
@@ -250,7 +258,7 @@ class _Follower:
             or indices.aval.ndim != 2
         ):
             return None
-        index = self._index(indices, eqn, x.aval.shape[0])
+        index = self._index(indices, x.aval.shape[0])
         rows = dims.offset_dims == (1,) and dims.collapsed_slice_dims == dims.start_index_map == (0,)
         if index is None or not rows or out.aval.shape != (indices.aval.shape[0], x.aval.shape[1]):
             return None
@@ -263,10 +271,10 @@ class _Follower:
 
         return in_place_of(eqn, function, [x, *self._orders(order)])
 
-    def _index(self, x: Any, eqn: Any, places: int) -> tuple[Any, int, bool] | None:
+    def _index(self, x: Any, places: int) -> tuple[Any, int, bool] | None:
         """Returns the permutation by which indices have each place equally often, how often, and whether in turns."""
         index = self._of(x)
-        if index is None or index.order is None or any(is_sharded(x.aval.sharding) for x in eqn.invars):
+        if index is None or index.order is None:
             return None
         each, rest = divmod(index.values.size, max(1, places))
         numbers = np.arange(each * places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -332,10 +333,12 @@ def test_around_shard_map(fn):
     x, s = (jnp.tile(a, (4, 1)) for a in (X, S))
     specs = jax.P("d"), jax.P(), jax.P("d"), jax.P("d")
     program = gradients(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=jax.P("d")))
-    fused = cutjax.fuse(program)
     assert scatters_of_rows(program, x, W, s, CHOSEN_OF_4)
-    assert not scatters_of_rows(fused, x, W, s, CHOSEN_OF_4)
-    same(fused(x, W, s, CHOSEN_OF_4), jax.jit(program)(x, W, s, CHOSEN_OF_4))
+    for is_set in (False, True):
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            fused = cutjax.fuse(program)
+            assert not scatters_of_rows(fused, x, W, s, CHOSEN_OF_4)
+            same(fused(x, W, s, CHOSEN_OF_4), jax.jit(program)(x, W, s, CHOSEN_OF_4))
 
 
 @pytest.mark.parametrize("fn", [gather, added_to, tiled, by_pairs], ids=lambda fn: fn.__name__)
@@ -394,8 +397,15 @@ def test_indices_of_all_devices():
     same(fused(x, W, CHOSEN_OF_4), jax.jit(program)(x, W, CHOSEN_OF_4))
 
 
-def test_divided_by_xla():
-    """Where XLA divides the program nothing is rewritten."""
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_divided_by_xla(kind):
+    """Where XLA divides a program over a mesh rows are scattered as before; not where there is one device."""
+    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(kind,))):
+        fused = cutjax.fuse(gradients(gather))
+        assert scatters_of_rows(fused, X, W, S, CHOSEN)
+        same(jax.jit(fused)(X, W, S, CHOSEN), jax.jit(gradients(gather))(X, W, S, CHOSEN))
+    with jax.set_mesh(jax.make_mesh((1,), ("d",), axis_types=(kind,))):
+        assert not scatters_of_rows(cutjax.fuse(gradients(added)), X, W, S, CHOSEN)
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("d")))
     close(jax.jit(cutjax.fuse(gradients(gather)))(x, W, S, CHOSEN), jax.jit(gradients(gather))(x, W, S, CHOSEN))

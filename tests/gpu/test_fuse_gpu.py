@@ -117,3 +117,29 @@ def test_products_of_one_operand(wins, monkeypatch):
     assert len(several) == (3 if wins else 0)
     for got, expected in zip(jax.jit(fused)(x, q, k, v), jax.jit(fn)(x, q, k, v), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+
+
+def test_experts_in_plain_jax():
+    """Rows that plain code scatters are gathered: gradients are those of float32, and the same in each run."""
+    tokens, k, experts, width = 512, 4, 8, 256
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (tokens, width), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (width, width), jnp.bfloat16)
+    chosen = jax.lax.top_k(jax.random.normal(keys[2], (tokens, experts)), k)[1]
+    scale = jax.random.uniform(keys[3], (tokens, k))
+
+    def loss(x, w, scale):
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
+        weights = jnp.stack([w / 16] * experts)
+        out = jax.lax.ragged_dot(x[order // k], weights, sizes) * scale.reshape(-1)[order][:, None].astype(x.dtype)
+        return (jnp.zeros_like(x).at[order // k].add(out).astype(jnp.float32) ** 2).mean()
+
+    run = jax.jit(cutjax.fuse(jax.value_and_grad(loss, (0, 1, 2))))
+    first, second = run(x, w, scale), run(x, w, scale)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(wide(x), wide(w), scale)
+    for got, want in zip(jax.tree.leaves(first), jax.tree.leaves(expected), strict=True):
+        got, want = (np.asarray(y).astype(np.float64) for y in (got, want))
+        assert np.linalg.norm(got - want) <= 2 * TOLERANCE * np.linalg.norm(want)
