@@ -100,8 +100,8 @@ def _price(made: Template) -> Price:
 def _found(graph: Graph, least_keys: int) -> Iterator[tuple[Region, Callable[[], Callable[..., list[Any]]]]]:
     """Yields the regions of attention, each of which may have been replaced before the next, and their functions."""
     flat = Flat(graph)
-    read = {x: None for i in graph.live for x in (*graph.inputs[i], *graph.eqns[i].outvars) if not is_literal(x)}
-    names = {flat.name(x): x for x in read}
+    pairs = [(flat.name(x), x) for i in graph.live for x in (*graph.inputs[i], *graph.eqns[i].outvars)]
+    names = {name: x for name, x in pairs if not is_literal(name)}
     for k, eqn in enumerate(flat.eqns):
         for side in (0, 1) if may_be_scores(eqn) and flat.tops[k] in graph.live else ():
             try:
