@@ -34,7 +34,7 @@ Given = tuple[Fact | None, ...]
 
 
 def moves_rows(jaxpr: Any) -> bool:
-    """True if a program sorts, gathers or scatters: such calls are opened beside a product."""
+    """True if a program sorts, gathers or scatters: such calls are opened where something is sorted."""
     return any(eqn.primitive.name in _MOVING or any(map(moves_rows, bodies(eqn))) for eqn in opened(jaxpr).eqns)
 
 
@@ -53,7 +53,7 @@ def gathered(jaxpr: Any, given: Given = ()) -> tuple[Any, dict[int, Given]]:
     Returns:
       The program, and what is so known of the arguments of programs inside, by their ids.
     """
-    if not any(given) and not _sorts(jaxpr):
+    if not any(given) and not sorts(jaxpr):
         return jaxpr, unknown(jaxpr)
     follower = _Follower(opened(jaxpr), given, replaces=not _is_divided())
     eqns = [made for eqn in opened(jaxpr).eqns for made in follower.follow(eqn)]
@@ -72,8 +72,9 @@ def _is_divided() -> bool:
     return any(kind != AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds)
 
 
-def _sorts(jaxpr: Any) -> bool:
-    return any(eqn.primitive.name == "sort" or any(map(_sorts, bodies(eqn))) for eqn in opened(jaxpr).eqns)
+def sorts(jaxpr: Any) -> bool:
+    """True if there is a sort in a program, however deep."""
+    return any(eqn.primitive.name == "sort" or any(map(sorts, bodies(eqn))) for eqn in opened(jaxpr).eqns)
 
 
 class Values(NamedTuple):
@@ -190,7 +191,7 @@ class _Follower:
             given.append(self.known(x) if i < whole else part[1] if tag is not None and part[0] == tag else None)
         known = tuple(given) if any(given) else ()
         self.inside[id(body)] = () if self.inside.get(id(body), known) != known else known
-        if not known and not _sorts(body):
+        if not known and not sorts(body):
             return
         follower = _Follower(opened(body), known, replaces=False)
         for inner in opened(body).eqns:

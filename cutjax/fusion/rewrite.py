@@ -20,7 +20,7 @@ from cutjax.fusion.dequantized import requantized
 from cutjax.fusion.flips import flip
 from cutjax.fusion.form import Form
 from cutjax.fusion.fp8 import Recipes, may_be_float8, quantized
-from cutjax.fusion.gathered import Given, gathered, moves_rows, unknown
+from cutjax.fusion.gathered import Given, gathered, moves_rows, sorts, unknown
 from cutjax.fusion.growth import MOST_PRODUCTS, NOTHING, Finder
 from cutjax.fusion.heads.rewrite import headed
 from cutjax.fusion.inline import inlined
@@ -88,7 +88,8 @@ class Rewriter:
     def _rewritten(self, jaxpr: Any, donated: tuple[bool, ...], given: Given) -> Any:
         if not self._multiplies(jaxpr):
             return jaxpr
-        jaxpr = inlined(jaxpr, lambda body: self._multiplies(body) or moves_rows(body))
+        follows = any(given) or sorts(jaxpr)
+        jaxpr = inlined(jaxpr, lambda body: self._multiplies(body) or (follows and moves_rows(body)))
         why = self._refuses(opened(jaxpr))
         jaxpr, inside = (jaxpr, unknown(jaxpr)) if why else gathered(jaxpr, given)
         self._given |= inside
