@@ -26,7 +26,6 @@ from cutjax.kernels import choose, families, remembered, tuned
 from cutjax.kernels.device import device_of_kind
 from cutjax.kernels.sm90 import dense_cost, residual
 from cutjax.kernels.sm90.config import Config
-from cutjax.kernels.sm90.constants import CONSTANTS
 from cutjax.kernels.sm90.kernel import Kernel, resolve
 
 SWEEPS = report.RESULTS / "sweeps"
@@ -97,7 +96,7 @@ def samples(rows: fit.Rows) -> Samples:
     inputs, formula = [], []
     for kernel, device in zip(rows.kernels, rows.devices, strict=True):
         features = dense_cost.features(kernel, device)
-        costs = dense_cost.costs(features, CONSTANTS)
+        costs = dense_cost.costs(features)
         inputs.append(residual.inputs(residual.product(kernel), features, costs)[:, 0])
         formula.append(costs.whole)
     return Samples(np.array(inputs), np.array(formula), rows.us, rows.product)

@@ -330,6 +330,11 @@ class Problem(Work):
         return alone and self.m <= 64 and self.a.contiguous == "k"
 
     @property
+    def streams(self) -> bool:
+        """True of a product of few rows by weights of 16 bits."""
+        return self.few_rows and all(x.bits == 16 for x in (self.a, *self.bs))
+
+    @property
     def accumulator(self) -> np.dtype:
         """The dtype in which the products are added up."""
         return np.dtype(self.epilogue.accumulator)

@@ -39,7 +39,7 @@ def test_auto_is_seldom_slower_than_xla(name, most_by_xla, mean, worst_of_20):
     "fields",
     [
         *({"m": m, "n": n, "k": k} for m, n, k in ((56, 33, 2560), (768, 33, 1280), (64, 768, 96), (30, 384, 96))),
-        *({"m": m, "n": n, "k": k} for m, n, k in ((8, 6144, 4096), (64, 28672, 8192), (23, 30720, 3840))),
+        *({"m": m, "n": n, "k": k} for m, n, k in ((64, 28672, 4096), (64, 28672, 8192), (23, 30720, 3840))),
         {"m": 256, "n": 512, "k": 128, "layout": "nt"},
         {"m": 1008, "n": 512, "k": 128},
         {"m": 512, "n": 512, "k": 64, "layout": "nt", **dict.fromkeys(("batch", "a_batch", "b_batch"), (512,))},
@@ -65,11 +65,12 @@ def _tile(config):
     ("name", "least", "lost", "mean"),
     # As shipped 26, 0 and 1.174; 90, 0 and 1.408; 64, 1 and 1.371. Where bytes were no limit, XLA was told to read
     # at less than its rate, and dividing k was told alike at any k: 38, 10 and 1.067; 82, 2 and 1.351; 62, 1 and 1.350.
-    # Of the last 34, 0 and 1.349; before what moves bytes was told by rates 43, 7 and 1.251.
+    # Of the last 34, 0 and 1.349; before what moves bytes was told by rates 43, 7 and 1.251. Streams of weights run on
+    # other kernels since (experiments/streams-h200.json); without 64, 0 and 1.480; 47, 1 and 1.445; 33, 0 and 1.31.
     [
         ("attention-h200", 24, 0, 1.14),
-        ("products-h200", 85, 0, 1.36),
-        ("products-held-h200", 60, 1, 1.36),
+        ("products-h200", 60, 0, 1.45),
+        ("products-held-h200", 44, 1, 1.4),
         ("auto-again-h200", 30, 0, 1.3),
     ],
 )
@@ -77,7 +78,7 @@ def test_kernels_run_where_they_won(name, least, lost, mean):
     ratios = []
     with tuned.use_tuning(None):
         for problem, times, xla_us in recorded_products(name):
-            config = choose.choose(problem).config
+            config = None if problem.streams else choose.choose(problem).config
             us = [us for measured, us in times.items() if config and _tile(measured) == _tile(config)]
             ratios += [xla_us / min(us)] if us else []
     assert len(ratios) >= least
@@ -105,7 +106,7 @@ def test_xla_runs_what_it_reads_as_fast_or_divides(fields):
 
 
 # What moves bytes alone: decoding by 8 and 16 rows of 1500 took XLA 15.3 and 28.7 us and a kernel 17.7 and 32.3; scores
-# of one block of k 9.4 and 9.7, 35.6 and 37.7. Four rows by 4096 x 4096 took 10.8 and 11.2.
+# of one block of k 9.4 and 9.7, 35.6 and 37.7.
 @pytest.mark.parametrize(
     ("sizes", "layout", "batch"),
     [
@@ -113,7 +114,6 @@ def test_xla_runs_what_it_reads_as_fast_or_divides(fields):
         ((16, 256, 1500), "nn", 128),
         ((1024, 1024, 64), "nt", 12),
         ((512, 512, 64), "nt", 192),
-        ((4, 4096, 4096), "nn", 0),
     ],
     ids=str,
 )

@@ -11,7 +11,6 @@ import pytest
 import cutjax
 from cutjax.kernels.device import named, reference
 from cutjax.kernels.sm90 import cost, dense_cost, family, kernel, residual
-from cutjax.kernels.sm90.constants import CONSTANTS
 
 CONTENT = json.loads(residual.FILE.read_text())
 H200 = reference("sm_90a")
@@ -23,7 +22,7 @@ def inputs(problem):
         resolved = kernel.resolve(problem, config)
         if isinstance(resolved, kernel.Kernel):
             features = dense_cost.features(resolved, problem.device)
-            found.append(residual.inputs(residual.product(resolved), features, dense_cost.costs(features, CONSTANTS)))
+            found.append(residual.inputs(residual.product(resolved), features, dense_cost.costs(features)))
     return np.hstack(found)
 
 

@@ -33,6 +33,10 @@ from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.kernels.sums import blocks, extent, summands
 from cutjax.runtime.launch import Int64, Pointer, TensorMap
 
+# Bytes that L2 fetches at once, of operands and of those beside few rows: weights are asked for once there, at the rate
+# of memory, and 256 took 3 to 6% longer (experiments/streams-h200.json).
+LINE, STREAMED_LINE = 256, 128
+
 
 @functools.lru_cache(maxsize=1024)
 def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps: tuple[int, ...] = ()) -> Matrices:
@@ -75,12 +79,13 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         yield from gathered(p)
     view = windows.view_of(p)
     given = () if p.a.gathered else _buffers(p, 0, c.swap, terms, first_more)
+    line = STREAMED_LINE if kernel.asked.few_rows else LINE
     for i, (of, buffer) in enumerate(given):
         if view:
             value = _windows_map(buffer, kernel)
         else:
             chunk = c.decoded_chunk(p) if decoded(p.a, p.bs[0]) else p.a.elements(128)
-            value = _operand_map(buffer, of.a, p.m, of, _matrices(of, 0, steps), c.bm, chunk, c, c.cluster_n)
+            value = _operand_map(buffer, of.a, p.m, of, _matrices(of, 0, steps), c.bm, chunk, c, c.cluster_n, line)
         yield _map(f"map_a{i}" if i else "map_a", value, "a")
     for i, of in enumerate(summands(p)[:-1]):
         yield integer(f"depth{i}", blocks(of, c.depth(p)) * c.depth(p), "a")
@@ -92,7 +97,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
             value = _taps_map(buffer, kernel)
         else:
             chunk = c.chunk(p.bs[0], p.beside[1])
-            value = _operand_map(buffer, of.bs[0], p.n, of, _matrices(of, 1, steps), c.bn, chunk, c, c.cluster_m)
+            value = _operand_map(buffer, of.bs[0], p.n, of, _matrices(of, 1, steps), c.bn, chunk, c, c.cluster_m, line)
         yield _map(f"map_b{i}", value, "b")
     if isinstance(p.bs[0].view, Taps):
         yield from windows.of_taps(p)
@@ -169,10 +174,11 @@ def _operand_map(
     chunk: int,
     config: Config,
     share: int,
+    line: int,
 ) -> TensorMap:
     """The tensor map of an operand whose m or n axis is `rows` long, as Plain in load_plain.cuh loads it."""
     # Rows off the lines of memory: fetching 256 bytes at once costs 15% more than 128 there.
-    l2_bytes, span = 256 if of.on_lines else 128, operand.bytes(chunk)
+    l2_bytes, span = line if of.on_lines else 128, operand.bytes(chunk)
     if operand.bits < 8:  # as bytes
         box = operand.bytes(chunk), config.depth(p) // (1 if -(-tile // chunk) % share == 0 else share)
         return matrix_map(buffer, np.dtype(np.uint8), (operand.bytes(rows), p.k), of, box, span, l2_bytes)

@@ -358,10 +358,10 @@ class Configs(Sizes):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Any, ...]], swap: bool) -> Configs:
-        """Makes those of rows (bm, bn, bk, cluster_m, cluster_n, schedule), whose contraction is whole."""
-        bm, bn, bk, cluster_m, cluster_n, schedule = map(np.array, zip(*rows, strict=True))
+        """Makes those of rows (bm, bn, bk, stages, cluster_m, cluster_n, schedule), whose contraction is whole."""
+        bm, bn, bk, stages, cluster_m, cluster_n, schedule = map(np.array, zip(*rows, strict=True))
         one = np.ones_like(bm)
-        return cls(bm, bn, bk, 2 * one, cluster_m, cluster_n, schedule, swap, one > 1, one)
+        return cls(bm, bn, bk, stages, cluster_m, cluster_n, schedule, swap, one > 1, one)
 
     def __len__(self) -> int:
         return len(self.bm)

@@ -21,6 +21,7 @@ class Constants:
       saved: how much of what a cluster multicasts is saved.
       off, short: what rows off the lines of memory, and rows of less than a line, add to their bytes.
       turn: how many times a stage's multiplication its memory takes until it is filled again.
+      latency: microseconds that it takes beside that.
       start, element: microseconds of an epilogue, and of each 32768 accumulators.
       fused: what the latter takes more for each instruction of an epilogue.
       few_rows: what a product of few rows adds to all but the launch.
@@ -38,11 +39,13 @@ class Constants:
       threads, transposed: what stores without TMA, and transposed ones, add to it.
       cluster: microseconds that a cluster costs.
       l2, read, write: bytes a nanosecond of L2, and in 1000 of memory.
+      enough, crowd: megabytes that may be on their way to all stages, and what twice as many, or more, add to the time
+        of reading memory.
       ragged: what rows of a tile off the lines of memory add to the bytes written.
       power: the exponent with which computing, L2 and memory add up.
       launch: microseconds of a launch.
-      exchange, exchanged: microseconds, and bytes a nanosecond, of accumulators through distributed shared memory; of a
-        product of few rows for each 128 rows of a tile.
+      exchange, exchanged: microseconds, and bytes a nanosecond, of accumulators through distributed shared memory.
+      height: the part of the former that a product of few rows takes for each 128 rows of a tile.
       join, joined: the same of tiles in parts through memory.
       apart: how much of what tiles in parts load comes from memory, as their neighbours are elsewhere in k.
       sum, summed: microseconds, and bytes in 1000 a nanosecond, of adding up splits.
@@ -97,6 +100,10 @@ class Constants:
     scaled: float
     by_column: float
     reread: float
+    height: float
+    latency: float = 0.0
+    enough: float = 1.0
+    crowd: float = 0.0
 
 
 # On an H200: benchmarks/results/sweeps/products-h200.json.
@@ -150,4 +157,21 @@ CONSTANTS = Constants(
     by_column=0.4,  # 3 products of experiments/quantize-h200.json (1282, 2791, 481 us), to 9%; without it to 37%
     reread=0.14,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
+    height=1.0,
+)
+# Of products of few rows whose weights are not decoded: a stream of these, which has times of its own.
+STREAMS = dataclasses.replace(
+    CONSTANTS,
+    latency=0.79,
+    turn=0.746,
+    enough=8.58,
+    crowd=0.305,
+    read=6.1,
+    power=1.55,
+    exchange=1.094,
+    height=0.883,
+    launch=2.68,
+    few_rows=0.0,
+    sum=1.371,
+    k_block=0.0342,
 )

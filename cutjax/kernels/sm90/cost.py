@@ -113,7 +113,7 @@ def predict(kernel: Resolved, device: Device) -> Any:
     """
     c, p = kernel.config, kernel.multiplied
     if not (p.groups or p.symmetric) or p.divided == "n":
-        us = dense_cost.time_us(dense_cost.features(kernel, device), CONSTANTS)
+        us = dense_cost.time_us(dense_cost.features(kernel, device))
         if windows.view_of(kernel.asked) is None:
             return us
         us *= windows_cost.over(kernel)
@@ -206,7 +206,7 @@ def times(kernel: Resolved, device: Device) -> tuple[Any, Any, Any]:
     if not residual.serves(kernel, device):
         return (us := predict(kernel, device)), us, _l2_us(kernel, us)
     features = dense_cost.Features._make(map(floats, dense_cost.features(kernel, device)))  # converted once, for all
-    costs = dense_cost.costs(features, CONSTANTS)
+    costs = dense_cost.costs(features)
     return costs.whole, costs.whole * residual.factor(residual.product(kernel), features, costs), costs.l2
 
 
@@ -232,7 +232,7 @@ def of_columns(
         l2_us = [_l2_us(kernel, of) for kernel, of in zip(kernels, us, strict=True)]
         return np.concatenate(us), np.concatenate(l2_us), np.ones_like
     features = dense_cost.joined(kernels, dense, device)
-    costs = dense_cost.costs(features, CONSTANTS)
+    costs = dense_cost.costs(features)
     if not residual.serves(kernels[0], device):
         return costs.whole, 0 * costs.whole, np.ones_like
     counts = [x.columns.shape[1] for x in dense]

@@ -21,7 +21,7 @@ from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import decode, prologue, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of
-from cutjax.kernels.sm90.constants import Constants
+from cutjax.kernels.sm90.constants import CONSTANTS, STREAMS, Constants
 from cutjax.kernels.sm90.operands import Way, decoded
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.kernels.sums import summands
@@ -72,7 +72,7 @@ class Features(NamedTuple):
       ragged, threads, swap: of the result.
       wide: it has 4 bytes, where operands have 2.
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
-      few_rows: it is a product of up to 64 rows.
+      few_rows, streams: it is a product of up to 64 rows; and its weights have 16 bits.
       steps: in which a warpgroup decodes a k block; 0 where it decodes none.
       factors: by which elements are multiplied as they are decoded: 0 by none, or where they multiply sums, 1 by those
         of 16 bits, 2 by others, which are multiplied in float32.
@@ -125,6 +125,7 @@ class Features(NamedTuple):
     wide: Any
     fused: Any
     few_rows: Any
+    streams: Any
     steps: Any
     factors: Any
     rescaled: Any
@@ -331,6 +332,7 @@ def _of_problem(
         "wide": multiplied.a.bits == 16 and multiplied.out_dtype.itemsize == 4,
         "fused": _instructions(multiplied, staged),
         "few_rows": asked.few_rows,
+        "streams": asked.streams,
         "reads": (read.bytes - read.result_bytes) * way.terms,
         "result": whole.result_bytes,
         "asked": asked.bytes - problem.bytes + 2 * multiplied.result_bytes,
@@ -389,13 +391,19 @@ class Costs(NamedTuple):
     whole: Any
 
 
-def time_us(f: Features, c: Constants) -> Any:
+def time_us(f: Features) -> Any:
     """Returns the predicted microseconds of one call."""
-    return costs(f, c).whole
+    return costs(f).whole
 
 
-def costs(f: Features, c: Constants) -> Costs:
+def constants_of(f: Features) -> Constants:
+    """Returns the constants of kernels of one problem."""
+    return STREAMS if f.streams else CONSTANTS
+
+
+def costs(f: Features) -> Costs:
     """Returns the parts of the predicted time of one call."""
+    c = constants_of(f)
     # One k block of one tile: multiplying, loading, or waiting for a load.
     sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
@@ -423,7 +431,7 @@ def costs(f: Features, c: Constants) -> Costs:
     b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
     load = sharing * loaded / (c.load * 1e3)
-    refill = c.turn * multiply / f.stages
+    refill = (c.latency + c.turn * multiply) / f.stages
     mainloop = f.k_blocks * maximum(maximum(maximum(multiply, load), refill), c.least)
 
     # A tile, a wave of them, all waves.
@@ -440,13 +448,16 @@ def costs(f: Features, c: Constants) -> Costs:
     others = (f.cluster_k - 1) / f.cluster_k * 4 * f.bm * f.bn  # bytes
     # Of decoded tiles a low one takes as long as a high one (experiments/decoded-sums-h200.json).
     height = f.bm / 128 * (f.steps == 0) + 2 * (f.steps > 0)
-    exchange = c.exchange * (1 + f.few_rows * (height - 1)) + others / (c.exchanged * 1e3)
+    exchange = c.exchange * (1 + c.height * f.few_rows * (height - 1)) + others / (c.exchanged * 1e3)
     exchange = (f.cluster_k > 1) * ceil(waves) * exchange
     compute = (1 - f.stream) * in_turn + f.stream * in_parts + c.cluster * f.multicasts + exchange
 
     # Beside that, L2 and memory.
     all_loaded = f.items * f.cluster * f.k_blocks * loaded
     reads, writes = f.reads / c.read, f.splits * f.result / c.write * (1 + c.ragged * f.ragged)
+    if c.crowd:  # blocks get uneven shares of the memory
+        on_their_way = minimum(f.items, f.in_flight) * f.cluster * f.stages * f.stage_bytes / 1e6
+        reads = reads * (1 + c.crowd * minimum(maximum(on_their_way / c.enough - 1, 0.0), 1.0))
     writes = writes * (1 + (WIDE - 1) * f.wide * (f.splits == 1))
     streamed = (waves - maximum(waves // 1 - 1, 0.0)) / waves  # the part of the tiles
     memory = (reads + writes + f.stream * c.apart * streamed * all_loaded / 4.3) / (1e6 * f.speed)

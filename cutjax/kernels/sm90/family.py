@@ -63,6 +63,11 @@ FEW_COLUMNS = 512  # of the transposed result: up to here, widths that divide th
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 # The same with stages of 128: where k is 128, one stage is the whole contraction. Elsewhere 64 won by 2 to 10%.
 DEEP_TILES = {("pingpong", 64): (128, 256), ("coop", 128): (256,)}
+# Beside few rows, which are a stream of weights, too: half as many barriers for the same bytes.
+STREAM_TILES = {("coop", 64): (8, 16, 24, 32)}
+# Of such a stream, stages in quarters of the deepest pipeline, or of the deepest beside another block on the SM: with
+# more bytes on their way than the memory's latency takes, blocks get uneven shares (experiments/streams-h200.json).
+STREAM_DEPTHS = 4, 2, 3, 6
 # Of weights that are decoded, stages of 128 take half as many barriers, and up to 128 columns won by 1 to 20%.
 DECODED_DEEP = 128
 # Ways to divide k, tried where tiles are few.
@@ -189,7 +194,8 @@ def _configs(facts: Facts, kind: Facts) -> Some:
     few = tuple(sorted({*few, min(-(-3 * average // 16) * 8, 256)})) if few and average else few
     sliced = SLICED_TILES | _of_three(problem, average) if decoded else {}
     warps = WARPS_TILES if decoded and problem.a.bits == 4 and problem.n <= MOST_BY_WARPS else {}
-    whole = _whole(name, swap, any_width, tuple((sliced | warps).items()), problem.device.shared, few)
+    quarters = STREAM_DEPTHS if swap and problem.transposed.streams else STREAM_DEPTHS[:1]
+    whole = _whole(name, swap, any_width, tuple((sliced | warps).items()), problem.device.shared, few, quarters)
     depth, k = _config().depth(problem), problem.k * len(facts.way.pairs)
     depths = _DEPTHS if facts.staging.operands else _DEPTHS[:3]
     k = next((x for x in depths if k <= x * depth), 2 * _DEPTHS[-1]) * depth
@@ -226,15 +232,25 @@ def _staged(whole: Configs, ways: _Ways | None, kind: Facts, k: int) -> Configs:
     # In groups and of symmetric ones those were measured with 8, but for warpgroups that share k blocks.
     most = where(whole.sliced, 16, 8) if kind.problem.groups or kind.problem.symmetric else 16
     stages = _stages(kind, footprint(kind, whole), whole.depth(kind.problem), k, most)
+    stages = minimum(maximum(stages * whole.stages // STREAM_DEPTHS[0], minimum(stages, 3)), most)
     stages = maximum(stages - stages % whole.slice_groups, 2 * whole.slice_groups)
     return ways.table.deep(stages[ways.of]) if ways else whole.deep(stages)
 
 
 @functools.lru_cache(maxsize=256)
 def _whole(
-    name: str, swap: bool, any_width: bool, decoding: tuple[Any, ...], shared: bool, few: tuple[int, ...]
+    name: str,
+    swap: bool,
+    any_width: bool,
+    decoding: tuple[Any, ...],
+    shared: bool,
+    few: tuple[int, ...],
+    quarters: tuple[int, ...],
 ) -> Configs:
-    """Returns the tiles of that name in clusters, of two stages, whose contraction is whole, and those that decode."""
+    """Returns the tiles of that name in clusters, whose contraction is whole, and those that decode.
+
+    In the place of stages they have quarters of the deepest pipeline: the first number, and alone each of them.
+    """
     rows, tiles, decoded = [], TILES_BY_NAME[name] | dict(decoding), bool(decoding)
     for (schedule, bm), widths in tiles.items():
         # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
@@ -244,6 +260,8 @@ def _whole(
         shipped = widths if schedule in ("sliced", "warps") else range(widths[-1] + 1)
         widths = [bn for bn in few if bn in shipped] if few else widths
         deep = DEEP_TILES.get((schedule, bm), ())
+        if quarters == STREAM_DEPTHS:
+            deep = (*deep, *(bn for bn in widths if bn in STREAM_TILES.get((schedule, bm), ())))
         if decoded:
             deep = [bn for bn in widths if bn <= DECODED_DEEP]
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, deep, CLUSTERS[:1])):
@@ -251,7 +269,8 @@ def _whole(
                 if schedule == "sliced" and bn > FEW_OF_SLICES and cluster != (1, 1):
                     continue  # none has run on a device
                 if not (swap and bn % 16 and (cluster[0] > 1 or not any_width)):
-                    rows.append((bm, bn, bk, *cluster, schedule))
+                    each = quarters if cluster == (1, 1) else quarters[:1]
+                    rows += [(bm, bn, bk, x, *cluster, schedule) for x in each]
     return Configs.of(rows, swap)
 
 

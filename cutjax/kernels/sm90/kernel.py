@@ -106,7 +106,7 @@ def unmeasured(p: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, was not faster on a device; "" where all was."""
     in_groups = "groups with operands swapped" * (p.divided == "n" and not operands.decoded(p.a, p.bs[0]))
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
-    several = p.turned and p.products > 1 and not operands.decoded(p.a, p.bs[0])
+    several = p.turned and p.products > 1 and not (operands.decoded(p.a, p.bs[0]) or p.transposed.streams)
     swapped = "several products with operands swapped" * several
     return PROLOGUES * prologue.is_in(p) or decode.unmeasured(p) or in_groups or swapped
 

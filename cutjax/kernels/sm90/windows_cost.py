@@ -7,7 +7,6 @@ from typing import Any
 from cutjax.kernels.columns import ceil, exp, log2, maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.sm90 import dense_cost, windows
-from cutjax.kernels.sm90.constants import CONSTANTS
 from cutjax.kernels.sm90.resolved import Resolved
 
 # The logarithm of measured over predicted times, as a sum over what is true of a kernel. Fitted to 321 kernels of 81
@@ -96,7 +95,7 @@ def of_phases(kernel: Resolved, us: Any, device: Device) -> Any:
         k_blocks=ceil(of.k_blocks * max(taps) * len(taps) / max(1, sum(taps))),
         items=minimum(of.in_flight, ceil(of.items / len(taps))),
     )
-    us = maximum(us, dense_cost.time_us(deepest, CONSTANTS))
+    us = maximum(us, dense_cost.time_us(deepest))
     whole, rest = divmod(p.n * p.out_dtype.itemsize // kernel.phases.runs, 128)
     row_us = kernel.phases.runs * (whole * ROW_US + (ROW_US if rest > 64 else SHORT_ROW_US if rest else 0.0))
     return us + kernel.matrices * p.m * row_us / device.sms
