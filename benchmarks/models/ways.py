@@ -74,7 +74,7 @@ def way(name: str) -> Way:
         modules = linen.Dense, linen.DenseGeneral, linen.GatedMLP, linen.MoE
         return Way(name, *modules, cutjax.dot_general, cutjax.einsum, ours())
     if name == "int4":
-        return way("flax")._replace(name=name, transform=cutjax.fuse)
+        return way("flax")._replace(name=name, einsum=jnp.einsum, transform=cutjax.fuse)
     raise ValueError(f"unknown way {name!r}, expected one of {(*WAYS, *RECIPES, 'int4')}")
 
 

@@ -35,6 +35,23 @@ def is_linear(operand: Any) -> bool:
     return ad.is_undefined_primal(operand)
 
 
+def transposed(reference: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Returns the rule that transposes plain JAX's operation, where it is linear in some operands."""
+
+    def rule(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
+        places = [i for i, x in enumerate(args) if is_linear(x)]
+
+        def run(*linear: Any) -> Any:
+            given: dict[int, Any] = dict(zip(places, linear, strict=True))
+            return reference(*(given.get(i, x) for i, x in enumerate(args)), **params)
+
+        back: Any = jax.linear_transpose(run, *(args[i].aval for i in places))
+        found = dict(zip(places, back(list(written_out(cotangents))), strict=True))
+        return [found.get(i) for i in range(len(args))]
+
+    return rule
+
+
 def zero_tangent(primal: Any) -> Any:
     """Returns the tangent that is zero, of a primal of any dtype."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())

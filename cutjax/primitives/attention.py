@@ -20,7 +20,7 @@ from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
 from cutjax.binding.partition import Rules, mark_of
 from cutjax.binding.placement import Labels, Placement, Rule
-from cutjax.binding.rules import batch_axis, match_varying, written_out
+from cutjax.binding.rules import batch_axis, match_varying, transposed, written_out
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels import attention
 from cutjax.kernels.device import device_of
@@ -111,6 +111,7 @@ attention_p = define(
     choose=_choose,
     required=False,
     jvp=_jvp,
+    transpose=transposed(_reference),
     divided=Rules(_rule, _shard),
     multiple_results=True,
 )

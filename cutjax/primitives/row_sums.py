@@ -15,7 +15,7 @@ import numpy as np
 
 from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
-from cutjax.binding.rules import is_linear, written_out
+from cutjax.binding.rules import transposed, written_out
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels import row_sums
 from cutjax.kernels.device import device_of
@@ -49,20 +49,6 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return row_sums_p.bind(*primals, **params), found
 
 
-def _transpose(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    """Transposes plain JAX's, of an expression that is linear in some operands."""
-    places = [i for i, x in enumerate(args) if is_linear(x)]
-
-    def run(*linear: Any) -> list[jax.Array]:
-        given: dict[int, Any] = dict(zip(places, linear, strict=True))
-        return _reference(*(given.get(i, x) for i, x in enumerate(args)), **params)
-
-    transposed: Any = jax.linear_transpose(run, *(args[i].aval for i in places))
-    found = transposed(list(written_out(cotangents)))
-    back = dict(zip(places, found, strict=True))
-    return [back.get(i) for i in range(len(args))]
-
-
 row_sums_p = define(
     "cutjax_row_sums",
     abstract=_abstract,
@@ -71,6 +57,6 @@ row_sums_p = define(
     choose=_choose,
     required=False,
     jvp=_jvp,
-    transpose=_transpose,
+    transpose=transposed(_reference),
     multiple_results=True,
 )

@@ -176,7 +176,8 @@ class Search:
                 raise Escape
             return Value(kind, labels, first.root)
         alike = all(x.kind == "score" and x.labels == labels for x in given)
-        if not (alike and pointwise(eqn) and len(labels) == out.aval.ndim):
+        whole = all(x.aval.shape == out.aval.shape for x in eqn.invars if not is_literal(x) and x in self.values)
+        if not (alike and whole and pointwise(eqn)):  # lax repeats axes of size 1 too
             raise Escape
         return Value("score", labels, out)
 
