@@ -112,7 +112,7 @@ class _Follower:
             made = self._scattered(eqn)
         elif name == "gather" and not is_marked(eqn):
             made = self._copied(eqn)
-        elif name == "broadcast_in_dim" and is_literal(eqn.invars[0]) and eqn.invars[0].val == 0:
+        elif name == "broadcast_in_dim" and is_literal(eqn.invars[0]) and not eqn.invars[0].val:
             self._zeros.add(out)
         if made is not None:
             self.changed = True
@@ -289,12 +289,12 @@ def _both(
       turned: whether the permutation makes places in turns, and not by division.
       is_sorted: whether the order is what is to be sorted.
     """
-    pairs = order.reshape(-1)
+    pairs = order.reshape(-1).astype(jnp.int32)  # a short dtype may not hold their number
     if is_sorted:
         back = jnp.argsort(pairs)
         pairs = inverse_of(back)
     else:
-        back = inverse[0].reshape(-1) if inverse else inverse_of(pairs)
+        back = inverse[0].reshape(-1).astype(jnp.int32) if inverse else inverse_of(pairs)
     each = pairs.size // places
     if turned:
         return pairs % places * each + pairs // places, back.reshape(each, places).T

@@ -50,7 +50,7 @@ def results(eqn: Any, args: list[Values]) -> Sequence[Values]:
     if order is not None and any(x.order is None and x.values.size > 1 for x in args):
         return ()
     with np.errstate(all="ignore"):
-        made = _computed(eqn, [x.values for x in args])
+        made = _computed(eqn, [x.values for x in args], order is not None)
     return () if made is None else [Values(x, order if x.size > 1 else None) for x in made]
 
 
@@ -74,28 +74,37 @@ def _elements(eqn: Any, x: Values, index: Values) -> Values | None:
     return Values(x.values[index.values], index.order)
 
 
-def _computed(eqn: Any, args: list[np.ndarray]) -> list[np.ndarray] | None:
-    """Returns the results of an elementwise equation, as of a call of such; None of another."""
+def _computed(eqn: Any, args: list[np.ndarray], ordered: bool) -> list[np.ndarray] | None:
+    """Returns the results of an elementwise equation, as of a call of such; None of another.
+
+    Elements that are ordered are not where an iota counts them.
+    """
     name = eqn.primitive.name
     if name in CALLS:
-        jaxpr, consts = callee(eqn)
-        found = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(np.asarray, consts), *args), strict=True))
+        jaxpr, _ = callee(eqn)
+        if jaxpr.constvars:
+            return None
+        found = dict(zip(jaxpr.invars, args, strict=True))
 
         def of(x: Any) -> np.ndarray:
             return np.asarray(x.val, x.aval.dtype) if is_literal(x) else found[x]
 
         for inner in jaxpr.eqns:
-            made = _computed(inner, list(map(of, inner.invars)))
+            made = _computed(inner, list(map(of, inner.invars)), ordered)
             if made is None:
                 return None
             found.update(zip(inner.outvars, made, strict=True))
         return list(map(of, jaxpr.outvars))
+    if not all(is_followed(x.aval) for x in (*eqn.invars, *eqn.outvars)):
+        return None
+    if any(x.size not in (1, eqn.outvars[0].aval.size) for x in args):  # repeated along an axis of one
+        return None
     if name == "iota":
-        size, axis, dtype = eqn.outvars[0].aval.size, eqn.params["dimension"], eqn.params["dtype"]
-        return [np.arange(size, dtype=dtype)] if size == eqn.params["shape"][axis] else None
+        size, axis = eqn.outvars[0].aval.size, eqn.params["dimension"]
+        counts = not ordered and size == eqn.params["shape"][axis]
+        return [np.arange(size, dtype=eqn.params["dtype"])] if counts else None
     if name == "convert_element_type":
-        dtype = eqn.params["new_dtype"]
-        return [args[0].astype(dtype)] if getattr(dtype, "kind", "") in ("b", "i", "u") else None
+        return [args[0].astype(eqn.params["new_dtype"])]
     function = _NUMPY.get(name)
     return None if function is None else [np.asarray(function(*args))]
 

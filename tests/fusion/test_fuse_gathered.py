@@ -257,6 +257,76 @@ def test_applied():
     same(cutjax.fuse(applied)(X, W, S, CHOSEN), jax.jit(applied)(X, W, S, CHOSEN))
 
 
+def of_float(x, w, s, chosen):
+    """A number that is no integer, in a condition of indices."""
+
+    @jax.checkpoint
+    def add(order, x, at):
+        return jnp.zeros_like(x).at[jnp.where(at > 0.2, order // 2, order)].add(x @ w)
+
+    return add(order_of(chosen), jnp.repeat(x, K, axis=0), 0.5)
+
+
+def of_quotient(x, w, s, chosen):
+    choose = jax.jit(lambda order: jnp.where(lax.div(jnp.float32(0.5), jnp.float32(0.2)) > 2.2, order // 2, order))
+    return jnp.zeros((N, D)).at[choose(order_of(chosen))].add(x[order_of(chosen) // K] @ w)
+
+
+def infinite(x, w, s, chosen):
+    return jnp.where(x > 1, x @ w, -jnp.inf), jnp.clip(x @ w, 0, jnp.inf), jnp.median(x), order_of(chosen)
+
+
+@jax.custom_jvp
+def rows_at(x, order):
+    return x[order]
+
+
+rows_at.defjvp(lambda given, tangents: (rows_at(*given), tangents[0][given[1]]))
+
+
+def without_tangents(x, w, s, chosen):
+    """The tangents of integers are zeros of no size."""
+    return jax.grad(lambda x: jnp.sin(rows_at(x @ w, order_of(chosen) // K)).sum())(x)
+
+
+def empty(x, w, s, chosen):
+    return order_of(chosen[:0]), x @ w
+
+
+def axes_of_one(x, w, s, chosen):
+    """Integers repeated along them, by jax.vmap of a gradient and by an operation."""
+
+    def set_rows(x, order):
+        return jnp.sin(jnp.zeros_like(x).at[order].set(x @ w)).sum()
+
+    equal = lax.eq(jnp.broadcast_to(jnp.arange(N)[:, None], (N, N)), jnp.arange(N)[None])
+    order = order_of(chosen) + 0 * equal.sum(1)
+    return jax.vmap(jax.grad(set_rows))(x[None], jnp.argsort(s[None, :, 0])), x[order // K] @ w
+
+
+def iota_in_call(x, w, s, chosen):
+    """The numbers of elements, beside their order, are in no such order."""
+    place = jax.jit(lambda order: lax.iota(order.dtype, N) + 0 * order)(order_of(chosen))
+    return jnp.zeros((N, D)).at[place].add(x[place // K] @ w)
+
+
+def int8(x, w, s, chosen):
+    """Of 128 elements, a number that int8 does not have."""
+    _, order = lax.sort((jnp.tile(chosen.reshape(-1), 4)[:128], lax.iota("int8", 128)), num_keys=1)
+    dims = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    return lax.scatter_add(jnp.zeros((128, D)), order[:, None], jnp.tile(x, (11, 1))[:128] @ w, dims)
+
+
+SEEN = [of_float, of_quotient, infinite, without_tangents, empty, axes_of_one, iota_in_call, int8]
+
+
+@pytest.mark.parametrize("fn", SEEN, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("policy", ["auto", "always"])
+def test_same(fn, policy):
+    """What else comes beside a sort does not mislead."""
+    same(cutjax.fuse(fn, policy=policy)(X, W, S, CHOSEN), jax.jit(fn)(X, W, S, CHOSEN))
+
+
 def test_no_rows():
     empty = jnp.zeros((0, D)), W, jnp.zeros((0, K)), jnp.zeros((0, K), jnp.int32)
 
