@@ -331,8 +331,9 @@ class Problem(Work):
 
     @property
     def streams(self) -> bool:
-        """True of a product of few rows by weights of 16 bits."""
-        return self.few_rows and all(x.bits == 16 for x in (self.a, *self.bs))
+        """True of up to 32 rows by weights of 16 bits and 16 MB or more: they take as long as these are read."""
+        long = self.m <= 32 and self.n * self.k >= 1 << 23
+        return long and self.few_rows and all(x.bits == 16 for x in (self.a, *self.bs))
 
     @property
     def accumulator(self) -> np.dtype:

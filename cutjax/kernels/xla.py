@@ -311,7 +311,8 @@ _LONG_READ_US = 45.0
 def reads_weights(p: Problem) -> bool:
     """True of a product of few rows whose time, `_few_rows_us`, was fitted to all that XLA took, not to the least."""
     aligned = p.a.bytes(p.n) % 16 == p.a.bytes(p.k) % 16 == 0
-    return p.streams and aligned and p.n * p.k >= _LEAST_WEIGHTS
+    halves = all(x.bits == 16 for x in (p.a, *p.bs))
+    return p.few_rows and halves and aligned and p.n * p.k >= _LEAST_WEIGHTS
 
 
 def _few_rows_us(p: Problem, device: Device) -> float:

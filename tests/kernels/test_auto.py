@@ -66,11 +66,12 @@ def _tile(config):
     # As shipped 26, 0 and 1.174; 90, 0 and 1.408; 64, 1 and 1.371. Where bytes were no limit, XLA was told to read
     # at less than its rate, and dividing k was told alike at any k: 38, 10 and 1.067; 82, 2 and 1.351; 62, 1 and 1.350.
     # Of the last 34, 0 and 1.349; before what moves bytes was told by rates 43, 7 and 1.251. Streams of weights run on
-    # other kernels since (experiments/streams-h200.json); without 64, 0 and 1.480; 47, 1 and 1.445; 33, 0 and 1.31.
+    # other kernels since (experiments/streams-h200.json); without
+    # them 84, 0 and 1.423; 61, 1 and 1.386; 34, 0 and 1.349.
     [
         ("attention-h200", 24, 0, 1.14),
-        ("products-h200", 60, 0, 1.45),
-        ("products-held-h200", 44, 1, 1.4),
+        ("products-h200", 80, 0, 1.38),
+        ("products-held-h200", 58, 1, 1.35),
         ("auto-again-h200", 30, 0, 1.3),
     ],
 )

@@ -159,7 +159,7 @@ CONSTANTS = Constants(
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
     height=1.0,
 )
-# Of products of few rows whose weights are not decoded: a stream of these, which has times of its own.
+# Of products whose weights are a stream (`Problem.streams`): 14 of benchmarks/results/experiments/streams-h200.json.
 STREAMS = dataclasses.replace(
     CONSTANTS,
     latency=0.79,
