@@ -20,9 +20,9 @@ from cutjax.kernels import reasons
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.device import Device
 from cutjax.kernels.entry import Entry
-from cutjax.kernels.staging import MOST_INLINED, instructions
+from cutjax.kernels.staging import not_inlined
 from cutjax.runtime import choice, sources
-from cutjax.runtime.architectures import number
+from cutjax.runtime.architectures import too_old
 from cutjax.runtime.choice import Choice
 from cutjax.runtime.launch import Call, Int64, Pointer
 
@@ -418,9 +418,7 @@ def why_not(problem: Problem) -> list[str]:
     p = problem
     if not p.flops:
         return ["a size is 0: nothing to launch"]
-    found = list(emit.reasons(p.expression))
-    if number(p.arch) < 80:
-        found.append(f"architecture {p.arch}: the kernels are for sm_80 and later")
+    found = [*emit.reasons(p.expression), *too_old(p.arch, 80), *not_inlined(p.expression, "an expression")]
     if p.dtype.name not in DTYPES or p.out_dtype.name not in (p.dtype.name, "float32"):
         found.append(f"{p.dtype.name} with a result in {p.out_dtype.name}: kernels multiply 16 bits")
     if p.rows > MOST_ROWS:
@@ -429,7 +427,5 @@ def why_not(problem: Problem) -> list[str]:
         found.append(f"{p.rows} query rows with values of {p.value_size} elements: more than registers hold")
     if p.key_size not in _SIZES or p.value_size not in _SIZES:
         found.append(f"heads of {p.key_size} and {p.value_size} elements: kernels have multiples of 16 up to 256")
-    if (most := instructions(p.expression)) > MOST_INLINED:
-        found.append(f"an expression of about {most} instructions: more than {MOST_INLINED} are not inlined")
     counts = {"keys": p.keys + 2**16, "bytes of keys": 64 * p.heads * max(p.key_size, p.value_size)}
     return [*found, *reasons.of_counters(counts | {"query rows": p.matrices * p.rows * p.value_size})]

@@ -10,7 +10,7 @@ from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.arguments import Argument, integer, scale_buffers
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.staging import MOST_INLINED, instructions
+from cutjax.kernels.staging import not_inlined
 from cutjax.runtime.launch import Pointer
 
 
@@ -32,9 +32,7 @@ def reasons(problem: Problem) -> list[str]:
         found.append("a prologue in groups of k, or of a symmetric product")
     if emit.places(prologue):
         found.append("a prologue that counts rows or columns through a batch")
-    if (most := instructions(prologue)) > MOST_INLINED:
-        found.append(f"a prologue of about {most} instructions an element: more than {MOST_INLINED} are not inlined")
-    return found
+    return [*found, *not_inlined(prologue, "a prologue")]
 
 
 def arguments(problem: Problem, to: str) -> Iterator[Argument]:

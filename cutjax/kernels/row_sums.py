@@ -20,9 +20,9 @@ from cutjax.kernels import reasons
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.device import Device
 from cutjax.kernels.entry import Entry
-from cutjax.kernels.staging import MOST_INLINED, instructions
+from cutjax.kernels.staging import instructions, not_inlined
 from cutjax.runtime import choice, sources
-from cutjax.runtime.architectures import number
+from cutjax.runtime.architectures import too_old
 from cutjax.runtime.choice import Choice
 from cutjax.runtime.launch import Call, Pointer
 
@@ -285,9 +285,7 @@ def why_not(problem: Problem) -> list[str]:
     p = problem
     if not p.elements:
         return ["a size is 0: nothing to launch"]
-    found = list(emit.reasons(p.expression))
-    if number(p.arch) < 75:
-        found.append(f"architecture {p.arch}: the kernel is for sm_75 and later")
+    found = [*emit.reasons(p.expression), *too_old(p.arch, 75), *not_inlined(p.expression, "an expression")]
     rows = {"row", *(f"b{i}" for i in range(len(p.axes) - 1))}
     if any(out.reduce != "sum" or {*out.axes} != rows or out.dtype != "float32" for out in p.expression.outputs):
         found.append("a result that is no sum over rows in float32")
@@ -295,7 +293,5 @@ def why_not(problem: Problem) -> list[str]:
         found.append("an expression that counts rows or columns")
     if p.mixed:
         found.append("an operand along some axes of rows alone")
-    if (most := instructions(p.expression)) > MOST_INLINED:
-        found.append(f"an expression of about {most} instructions: more than {MOST_INLINED} are not inlined")
     blocks = -(-p.columns // _LANES) * (p.matrices + _WAVES * p.device.sms)
     return [*found, *reasons.of_counters({"rows": p.rows + 2**16, "columns": p.columns, "blocks": blocks})]

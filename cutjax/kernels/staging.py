@@ -218,6 +218,13 @@ def _called(epilogue: Epilogue) -> bool:
     return instructions(epilogue) > MOST_INLINED
 
 
+def not_inlined(function: Epilogue, what: str) -> list[str]:
+    """Returns the reason against a function of each element where kernels can only inline it."""
+    most = instructions(function)
+    reason = f"{what} of about {most} instructions an element: more than {MOST_INLINED} are not inlined"
+    return [reason] * (most > MOST_INLINED)
+
+
 @functools.lru_cache(maxsize=1024)
 def instructions(epilogue: Epilogue) -> int:
     """Estimates the instructions of an epilogue for one element; 0 where no kernel computes it."""

@@ -51,6 +51,11 @@ def number(arch: str) -> int:
     return int("".join(filter(str.isdigit, arch)) or 0)
 
 
+def too_old(arch: str, least: int) -> list[str]:
+    """Returns the reason against kernels of an architecture that is older than the least, 80 for "sm_80"."""
+    return [f"architecture {arch}: the kernels are for sm_{least} and later"] * (number(arch) < least)
+
+
 def canonical(text: str) -> str:
     """Returns the architecture that a person named: "sm_90" and "sm_90a" are one; an "f", of a family of chips, stays.
 

@@ -24,7 +24,7 @@ from cutjax.kernels.direct.entries import SUM_THREADS, slices_of
 from cutjax.kernels.direct.text import source
 from cutjax.kernels.entry import Entry
 from cutjax.kernels.staging import instructions
-from cutjax.runtime.architectures import number
+from cutjax.runtime.architectures import too_old
 from cutjax.runtime.choice import Choice, fastest
 from cutjax.runtime.launch import Call, Pointer
 
@@ -80,11 +80,9 @@ class Gradients:
 
     def reasons(self) -> list[str]:
         """Returns the reasons against every kernel."""
-        found = []
         if not self.flops:
             return ["a size is 0"]
-        if number(self.arch) < 75:
-            found.append(f"architecture {self.arch}: the kernels are for sm_75 and later")
+        found = too_old(self.arch, 75)
         if self.dtype.name not in DTYPES:
             found.append(f"{short(self.dtype.name)}: the kernels are of {', '.join(map(short, DTYPES))}")
         if self.bias is not None and self.bias.name not in DTYPES:

@@ -25,7 +25,7 @@ from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import plan_staging
-from cutjax.runtime.architectures import number
+from cutjax.runtime.architectures import too_old
 from cutjax.runtime.launch import Call
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -35,8 +35,8 @@ MOST_REDUCED = 5  # rows of windows of which kernels by Toeplitz matrices have r
 @functools.lru_cache(maxsize=1024)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family; empty when one serves."""
-    if number(problem.arch) < 75:
-        return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
+    if old := too_old(problem.arch, 75):
+        return tuple(old)
     if not isinstance(problem.a.view, Im2col):
         return ("no convolution: direct kernels are of each channel by itself",)
     geometry = geometry_of(problem)

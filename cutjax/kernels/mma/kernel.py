@@ -25,7 +25,7 @@ from cutjax.kernels.operand import Gathered, Im2col, Pixels, Taps
 from cutjax.kernels.prepared import Prepared, Transpose
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import STORED, Staging, plan_staging
-from cutjax.runtime.architectures import number
+from cutjax.runtime.architectures import number, too_old
 from cutjax.runtime.launch import Launch
 
 STAGING_BYTES = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
@@ -51,8 +51,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     staging = staging_of(problem, pixels=bool(views.phases(problem)))
     found = [] if problem.plain else list(staging.reasons)
     found += staging.pixel_reasons if staging.pixels else ()
-    if number(problem.arch) < 75:
-        return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
+    if old := too_old(problem.arch, 75):
+        return tuple(old)
     found += shared.of_operands(problem, (Gathered, Im2col, Joined), (Taps, Joined), prologues=True)
     found += [*sums.reasons(problem), *prologues.reasons(problem)]
     if len(sums.summands(problem)) > 1 and problem.products > 1:

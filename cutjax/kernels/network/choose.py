@@ -13,7 +13,7 @@ from cutjax.kernels.network.config import Config
 from cutjax.kernels.network.kernel import Kernel
 from cutjax.kernels.network.problem import Problem
 from cutjax.kernels.network.program import Map
-from cutjax.runtime.architectures import number
+from cutjax.runtime.architectures import too_old
 from cutjax.runtime.choice import Choice, fastest
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -35,9 +35,7 @@ def why_not(problem: Problem) -> list[str]:
     p, program = problem, problem.program
     if not p.flops:
         return ["a size is 0: nothing to launch"]
-    found = []
-    if number(p.arch) < 80:
-        found.append(f"architecture {p.arch}: the kernels are for sm_80 and later")
+    found = too_old(p.arch, 80)
     if p.dtype.name not in DTYPES:
         return [*found, f"{short(p.dtype.name)}: the kernels are of {', '.join(map(short, DTYPES))}"]
     if isinstance(p.math, tuple):

@@ -72,7 +72,7 @@ class Features(NamedTuple):
       ragged, threads, swap: of the result.
       wide: it has 4 bytes, where operands have 2.
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
-      few_rows, streams: it is a product of up to 64 rows; and its weights have 16 bits.
+      few_rows, streams: it is a product of up to 64 rows; and a stream of weights (`Problem.streams`).
       steps: in which a warpgroup decodes a k block; 0 where it decodes none.
       factors: by which elements are multiplied as they are decoded: 0 by none, or where they multiply sums, 1 by those
         of 16 bits, 2 by others, which are multiplied in float32.

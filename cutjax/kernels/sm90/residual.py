@@ -76,7 +76,7 @@ def decoded(content: dict[str, Any]) -> Network:
 def serves(kernel: Resolved, device: Device) -> bool:
     """True of products as those it was trained on: dense, of 16 bits, on SMs as many and as fast as an H200's.
 
-    Those of few rows have constants of their own, which were fitted after it was trained.
+    Streams of weights have constants of their own, which were fitted after it was trained.
     """
     p = kernel.asked
     plain = all(x.bits == 16 and x.view is None and x.scale is None for of in summands(p) for x in (of.a, *of.bs))
