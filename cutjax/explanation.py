@@ -168,20 +168,20 @@ def explain(
       1
     """
     asked = _target(arch, device)
-    if asked and platform is None:
-        platform = "cuda"
+    where = "cuda" if platform == "gpu" or (asked and platform is None) else platform or ""
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         notes: list[Any] = []
-        with lowering.on_target(asked):
-            found, where = walk.products(fn, args, kwargs, "cuda" if platform == "gpu" else platform or "", notes)
+        # Some operations ask as they are traced what it is for, so this process's own device is asked for, too.
+        with lowering.on_target(asked or (lowering.target() if where == "cuda" else None)):
+            found, platform = walk.products(fn, args, kwargs, where, notes)
             counts: dict[Row, int] = {}
             for product in found:
-                row = _row(product, where)
+                row = _row(product, platform)
                 counts[row] = counts.get(row, 0) + product.count
             rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
             target = lowering.target()
-        return Explanation(rows, where, target.arch, tuple(notes), target.kind)
+        return Explanation(rows, platform, target.arch, tuple(notes), target.kind)
 
     return explained
 

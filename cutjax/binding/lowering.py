@@ -310,6 +310,11 @@ def on_cuda() -> bool:
     return jax.default_backend() == "gpu" and _device() is not None
 
 
+def for_cuda() -> bool:
+    """True if what is traced now is for a CUDA device: this process's, or one that was asked for (`on_target`)."""
+    return _asked_target.value is not None or on_cuda()
+
+
 def target() -> Target:
     """Returns the device to compile for: this process's, or what the settings say when lowering without one."""
     return _asked_target.value or _device() or Target(settings().target_arch)

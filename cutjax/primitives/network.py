@@ -79,7 +79,7 @@ def _wins(*arrays: jax.Array, program: Program, dtype: np.dtype, **params: Any) 
     """
     widest = max(x for kind in program.kinds for x in kind.sizes)
     rows = next(math.prod(x.shape[:2]) for x, kind in zip(arrays, program.inputs, strict=True) if kind.name == "rows")
-    if not lowering.on_cuda() or widest > WIDEST.get(dtype.name, 0) or rows < LEAST_ROWS:
+    if not lowering.for_cuda() or widest > WIDEST.get(dtype.name, 0) or rows < LEAST_ROWS:
         return False
     if widest <= ALWAYS:
         return True

@@ -241,3 +241,11 @@ def test_auto_takes_kernels_where_they_were_faster(width, layers, forward, gradi
     assert ("cutjax_network" in str(jax.make_jaxpr(result)(x, ws))) == forward
     of_ws = jax.make_jaxpr(jax.grad(lambda ws: result(x, ws).sum()))(ws)
     assert ("cutjax_gemm" not in str(of_ws)) == gradient
+
+
+@pytest.mark.parametrize(("where", "kernels"), [({"platform": "cuda"}, 1), ({"device": "NVIDIA H200"}, 1), ({}, 0)])
+def test_explain_shows_the_kernel_that_runs_on_the_platform_asked_for(where, kernels):
+    x, ws = jnp.zeros((1 << 14, 3), jnp.bfloat16), [jnp.zeros(shape, jnp.bfloat16) for shape in ((3, 64), (64, 1))]
+    rows = cutjax.explain(functools.partial(cutjax.fused_mlp, activation=jnp.tanh), **where)(x, ws).rows
+    assert sum(row.runs.startswith("network_") for row in rows) == kernels
+    assert len(rows) == (kernels or 2)
