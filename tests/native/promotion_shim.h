@@ -40,7 +40,6 @@ inline u32 __float_as_uint(float x) {
   std::memcpy(&y, &x, 4);
   return y;
 }
-inline u32 unknown_zero() { return 0; }
 
 inline u32 ld_shared_u32(u32 address) {
   u32 x;

@@ -100,13 +100,6 @@ DEVICE u32 in_register(u32 x) {
   return y;
 }
 
-// 0, of which the compiler knows nothing.
-DEVICE u32 unknown_zero() {
-  u32 x;
-  asm volatile("{\n.reg .b32 depth;\nmov.u32 depth, %%ntid.z;\nshr.u32 %0, depth, 1;\n}" : "=r"(x));
-  return x;
-}
-
 // ---- cp.async ----
 
 // Copies 4 bytes.

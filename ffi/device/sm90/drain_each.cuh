@@ -30,62 +30,94 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
             b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0);
     wgmma_commit_group();
   };
-  // The factors of a part of a block in a stage are read before another is multiplied: a warp that waited for them
-  // between two wgmmas would let those of the other warpgroup in, and both would be done, and add, at the same time.
   auto factors = [&](auto part, int stage) {
     constexpr int PART = decltype(part)::value;
     return promotion.template factors<PART / COLUMN_PARTS, PART % COLUMN_PARTS>(shared.slot(stage, Promotes::BYTES));
   };
+  auto wait = [&](int k) {
+    mbarrier_wait(pipe.full_barrier(), pipe.phase);
+    if constexpr (RAGGED_K) clear_block(shared, pipe.stage, row, work, k, thread, barrier);
+    if constexpr (COPIERS > 0) fence_proxy_async();
+  };
   // The part, when at most PENDING later ones are being multiplied.
-  auto add = [&](auto part, auto pending, int stage, const auto& factors) {
+  auto add = [&](auto part, auto pending, int stage, const auto& factors, auto& columns) {
     constexpr int PART = decltype(part)::value, COLUMNS = PART % COLUMN_PARTS;
-    u32 slot = shared.slot(stage, Promotes::BYTES);
     wgmma_wait_group<decltype(pending)::value>();
     wgmma_done(sums[PART % BUFFERS]);
-    if constexpr (PART == PARTS - 1 && !Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
-    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, slot);
-    if constexpr (PART == PARTS - 1 && Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
+    if constexpr (BUFFERS > 1 || !Promotes::EARLY)
+      promotion.template load<COLUMNS>(columns, shared.slot(stage, Promotes::BYTES));
+    if constexpr (PART == PARTS - 1) release(pipe.empty_barrier(stage), thread);
+    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, columns);
   };
-  auto run = [&](auto blocks, int k) {  // so many, from k on
-    constexpr int STEPS = decltype(blocks)::value * PARTS;
-    int before = 0;  // the stage
-    each<STEPS>([&](auto step) {
-      constexpr int STEP = decltype(step)::value, PART = STEP % PARTS;
-      if constexpr (PART == 0) {
-        mbarrier_wait(pipe.full_barrier(), pipe.phase);
-        if constexpr (RAGGED_K) clear_block(shared, pipe.stage, row, work, k + STEP / PARTS, thread, barrier);
-        if constexpr (COPIERS > 0) fence_proxy_async();
-      }
-      bool last = STEP == STEPS - 1 && k + decltype(blocks)::value == count;
-      if constexpr (STEP >= BUFFERS - 1) {
-        Constant<(STEP + 1 - BUFFERS) % PARTS> done;
-        int stage = BUFFERS == 1 || PART > 0 ? pipe.stage : before;
-        auto by = factors(done, stage);
-        issue(Constant<PART>());
-        if (last) issued();
-        add(done, Constant<BUFFERS - 1>(), stage, by);
-      } else {
-        issue(Constant<PART>());
-        if (last) issued();
-      }
-      if constexpr (PART == PARTS - 1) {
-        before = pipe.stage;
-        pipe.advance_by<SLICED>();
-      }
-    });
-    if constexpr (BUFFERS == 2) {
-      Constant<PARTS - 1> done;
-      add(done, Constant<0>(), before, factors(done, before));
+  typename Promotes::Columns columns;
+  if constexpr (BUFFERS == 1) {
+    // What a part needs is waited for and read while the one before it is multiplied: between them is no more than the
+    // addition, which must not take longer than the other warpgroup's part is multiplied.
+    typename Promotes::Factors by;
+    if (count > 0) {
+      wait(0);
+      by = factors(Constant<0>(), pipe.stage);
     }
-    if (k == 0) begun();
-  };
-  // A loop at whose end a part were still being multiplied would make the compiler wait for each wgmma.
-  int k = 0;
-  if constexpr (BUFFERS == 2)
+#pragma unroll 1
+    for (int k = 0; k < count; ++k) {
+      each<PARTS>([&](auto part) {
+        constexpr int PART = decltype(part)::value;
+        int stage = pipe.stage;
+        issue(part);
+        if constexpr (Promotes::EARLY && (COLUMN_PARTS > 1 || PART == 0))
+          promotion.template load<PART % COLUMN_PARTS>(columns, shared.slot(stage, Promotes::BYTES));
+        typename Promotes::Factors next = by;
+        if constexpr (PART < PARTS - 1) {
+          next = factors(Constant<PART + 1>(), stage);
+        } else {
+          pipe.advance_by<SLICED>();
+          if (k + 1 < count) {
+            wait(k + 1);
+            next = factors(Constant<0>(), pipe.stage);
+          } else {
+            issued();
+          }
+        }
+        add(part, Constant<0>(), stage, by, columns);
+        by = next;
+      });
+      if (k == 0) begun();
+    }
+  } else {
+    auto run = [&](auto blocks, int k) {  // so many, from k on
+      constexpr int STEPS = decltype(blocks)::value * PARTS;
+      int before = 0;  // the stage
+      each<STEPS>([&](auto step) {
+        constexpr int STEP = decltype(step)::value, PART = STEP % PARTS;
+        if constexpr (PART == 0) wait(k + STEP / PARTS);
+        bool last = STEP == STEPS - 1 && k + decltype(blocks)::value == count;
+        if constexpr (STEP > 0) {
+          Constant<(STEP - 1) % PARTS> done;
+          int stage = PART > 0 ? pipe.stage : before;
+          auto by = factors(done, stage);
+          issue(Constant<PART>());
+          if (last) issued();
+          add(done, Constant<1>(), stage, by, columns);
+        } else {
+          issue(Constant<PART>());
+          if (last) issued();
+        }
+        if constexpr (PART == PARTS - 1) {
+          before = pipe.stage;
+          pipe.advance_by<SLICED>();
+        }
+      });
+      Constant<PARTS - 1> done;
+      add(done, Constant<0>(), before, factors(done, before), columns);
+      if (k == 0) begun();
+    };
+    // A loop at whose end a part were still being multiplied would make the compiler wait for each wgmma.
+    int k = 0;
 #pragma unroll 1
     for (; k + GROUP <= count; k += GROUP) run(Constant<GROUP>(), k);
 #pragma unroll 1
-  for (; k < count; ++k) run(Constant<1>(), k);
+    for (; k < count; ++k) run(Constant<1>(), k);
+  }
   if constexpr (SLICED == 1) all = pipe;
   if (add_slices(accumulators, shared, all, first)) StageOfA::finish(accumulators);
 }

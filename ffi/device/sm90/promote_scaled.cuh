@@ -31,6 +31,13 @@ struct Promotion {
     float a[2], b[MOVES ? PRODUCTS * B_EACH : RUNS];
   };
 
+  // Those of a thread's columns of a part, where they have entries of their own: read while the part is multiplied, if
+  // 224 registers hold them beside its sums.
+  struct Columns {
+    float of[BY_COLUMN ? PART_COLUMNS / 4 : 1];
+  };
+  static constexpr bool EARLY = BY_COLUMN && M_BLOCKS * PRODUCTS * BN / 2 + PART_COLUMNS / 2 + PART_COLUMNS / 4 <= 200;
+
   // ---- of a thread that copies ----
 
   const float *a, *b[PRODUCTS];  // of the tile's matrix
@@ -89,8 +96,7 @@ struct Promotion {
 
   // ---- of a thread that multiplies ----
 
-  u32 place;  // in a slot, of the lane's first row
-  u32 zero;
+  u32 place;   // in a slot, of the lane's first row
   int column;  // of the tile's first run, which others of the run are before
   int thread;  // of the warpgroup
 
@@ -100,7 +106,6 @@ struct Promotion {
     thread = thread_;
     place = (row + thread / 32 * WARP_ROWS + thread % 32 / 4 * (WARP_ROWS == 32 ? 4 : 1)) * 4;
     asm volatile("" : "+r"(place));  // or it would be computed again in front of each wgmma
-    if constexpr (!BY_COLUMN) zero = unknown_zero();
     if constexpr (MOVES) {
       column = work.n % MN;
       asm volatile("" : "+r"(column));
@@ -129,47 +134,46 @@ struct Promotion {
     return found;
   }
 
-  // Where columns have entries of their own, a slot is read here.
+  template <int PART>
+  DEVICE void load(Columns& columns, u32 slot) const {
+    if constexpr (BY_COLUMN)
+#pragma unroll
+      for (int j = 0; j < PART_COLUMNS / 8; ++j) {
+        u32 x, y;
+        ld_shared_v2(slot + (A_ENTRIES + PART * PART_COLUMNS + 8 * j + thread % 4 * 2) * 4, x, y);
+        columns.of[2 * j] = __uint_as_float(x);
+        columns.of[2 * j + 1] = __uint_as_float(y);
+      }
+  }
+
   template <int PART>
   DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors& factors,
-                  u32 slot) const {
+                  const Columns& columns) const {
     constexpr int BEGIN = PART * PART_COLUMNS;
-    // Not before there are sums: between wgmmas a warp would wait for what the factors are loaded from.
-    float of_rows[2], by[2][RUNS];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      of_rows[h] =
-          BY_COLUMN ? factors.a[h] : __uint_as_float(__float_as_uint(factors.a[h]) ^ (__float_as_uint(sums[0]) & zero));
+    float by[2][RUNS];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int run = 0; run < RUNS; ++run) {
         int first = (BEGIN / COLUMNS + run) * COLUMNS, p = first / BN * B_EACH;
         if (!OF_B || BY_COLUMN || first >= BEGIN + PART_COLUMNS) {
-          by[h][run] = of_rows[h];
+          by[h][run] = factors.a[h];
         } else if constexpr (MOVES) {
-          by[h][run] = of_rows[h] * factors.b[p];
+          by[h][run] = factors.a[h] * factors.b[p];
 #pragma unroll
           for (int i = 1; i < B_EACH; ++i)
-            if (first % BN + column >= i * MN) by[h][run] = of_rows[h] * factors.b[p + i];
+            if (first % BN + column >= i * MN) by[h][run] = factors.a[h] * factors.b[p + i];
         } else {
-          by[h][run] = of_rows[h] * factors.b[run];
+          by[h][run] = factors.a[h] * factors.b[run];
         }
       }
 #pragma unroll
     for (int j = 0; j < PART_COLUMNS / 8; ++j) {
       int first = BEGIN + 8 * j, run = BY_COLUMN || !OF_B ? 0 : first / COLUMNS - BEGIN / COLUMNS;
-      float of_columns[2] = {1, 1};
-      if constexpr (BY_COLUMN) {
-        u32 x, y;
-        ld_shared_v2(slot + (A_ENTRIES + first + thread % 4 * 2) * 4, x, y);
-        of_columns[0] = __uint_as_float(x);
-        of_columns[1] = __uint_as_float(y);
-      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Acc& sum = accumulators[first / 2 + i];
-        sum = __fmaf_rn(sums[4 * j + i], by[i / 2][run] * of_columns[i % 2], sum);
+        sum = __fmaf_rn(sums[4 * j + i], by[i / 2][run] * (BY_COLUMN ? columns.of[2 * j + i % 2] : 1), sum);
       }
     }
   }
