@@ -64,7 +64,8 @@ def autotune(
       "XLA", with ``before_us``, ``after_us`` and ``xla_us``, None where it failed or was not measured, ``roofline``,
       the share of the device's that is reached, the ``config`` that runs from now on, None where XLA does, the number
       ``tried``, and those ``dropped``, as pairs of a name and why. ``.skipped`` are products that were not measured,
-      each with ``problem``, ``why`` and ``count``; ``.device`` is the GPU, and ``.path`` the file.
+      each with ``problem``, ``why`` and ``count``; ``.device`` is the GPU, ``.path`` the file, and ``.clock`` "device",
+      or "host" where the device could not be traced and what is short was not timed.
 
     Raises:
       ValueError: if ``candidates`` is less than 1; when called, if the file has another version's format.
@@ -161,18 +162,18 @@ class Task:
         inner = self._bound("xla", None, epilogue=identity(wide, accumulator(self.problem.a.dtype, wide)))
         return lambda *arrays: [x.astype(dtype) for x in inner(*arrays)]
 
-    def inputs(self, key: jax.Array, integers: bool) -> list[jax.Array]:
+    def inputs(self, seed: jax.Array, integers: bool) -> list[jax.Array]:
         """Returns random arrays: normal numbers or -2 to 2, groups of even sizes."""
         params, avals = self.product.eqn.params, self.product.avals
         factors, _ = params["product"].unpack([*range(len(avals))], params["epilogue"])
-        keys, arrays = jax.random.split(key, len(avals)), []
+        arrays = []
         orders = self._orders(avals)
         for i in range(len(avals)):
             aval, shape = avals[i], [avals[i].shape[axis] for axis in orders[i]]
             arrays.append(
                 self._sizes(aval)
                 if i in factors.context
-                else measure.random_array(keys[i], shape, aval.dtype, integers)
+                else measure.random_array(seed * np.uint32(len(avals)) + np.uint32(i), shape, aval.dtype, integers)
             )
         return arrays
 
@@ -248,10 +249,11 @@ def run(
     A product is timed for about so many seconds. ``again``: functions that were jitted before are compiled again.
     """
     todo, skipped = tasks(found, most)
-    shown = Progress(sum(len(task.configs) for task in todo) + len(todo), progress)
+    ahead = todo if len(todo) > 1 else []  # one alone is compiled where it is timed, beside XLA's
+    shown = Progress(sum(len(task.configs) for task in ahead) + len(todo), progress)
     with shown:
-        compile_all(todo, shown)
-        rows, changed = [], False
+        compile_all(ahead, shown)
+        rows, changed, clock = [], False, measure.DEVICE
         try:
             for task in todo:
                 shown.step(f"timing {task.problem}")
@@ -260,6 +262,7 @@ def run(
                 except Exception as error:  # this problem's: out of memory, say
                     skipped.append(Skipped(str(task.problem), measure.reason(error), task.count))
                     continue
+                clock = measure.HOST if times.clock == measure.HOST else clock
                 row, entry = _row(task, times)
                 rows.append(row)
                 if entry and path:
@@ -271,7 +274,7 @@ def run(
                 tuned.read_again()
                 if again:
                     jax.clear_caches()
-    return Report(tuple(rows), tuple(skipped), lowering.target().kind, path)
+    return Report(tuple(rows), tuple(skipped), lowering.target().kind, path, clock)
 
 
 def compile_all(todo: Sequence[Task], shown: Progress) -> None:
@@ -287,7 +290,7 @@ def compile_all(todo: Sequence[Task], shown: Progress) -> None:
 
 def timed(task: Task, seconds: float = math.inf) -> measure.Times:
     """Times the candidates of a task on this device, for about so many seconds."""
-    inputs = measure.Inputs(task.inputs, task.problem.device.l2_bytes, measure.enough_calls(floor_us(task.problem)))
+    inputs = measure.Inputs(task.inputs, task.problem.device.l2_bytes)
     keep = [XLA, *([] if task.before.config is None else [task.before.config])]
     # XLA may add up parts in 16 bits: a product that users have anyway, and not exact.
     right = measure.equal if task.problem.plain else measure.close

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from cutjax.binding import lowering
-from cutjax.kernels.choose import Choice, candidates, choose, floor_us
+from cutjax.kernels.choose import Choice, candidates, choose
 from cutjax.kernels.device import device_of
 from cutjax.kernels.keys import key
 from cutjax.runtime import compiler
@@ -34,7 +34,6 @@ MINUTES = 5.0
 FILE = "cutjax-report.json"
 CANDIDATES = 4  # kernels of a product: what the model prefers, and whether it is right to
 SECONDS = 3.0  # of rounds of a case, at least one of each kernel
-MODEL_CALLS = 2  # in a program, which XLA compiles as a whole
 COPIED = 1 << 26  # elements of float32
 UNENDED = "it ended the process, or was ended with it"
 # What must be equal for a file to be gone on with.
@@ -171,7 +170,7 @@ def where_to_send() -> str:
 
 
 def _copy_row() -> dict[str, Any]:
-    inputs = measure.Inputs(lambda key, integers: [jnp.ones(COPIED, jnp.float32)], l2_bytes=0)
+    inputs = measure.Inputs(lambda seed, integers: [jnp.ones(COPIED, jnp.float32)], l2_bytes=0)
     times = measure.times({autotune.XLA: lambda x: [x + 1]}, inputs, lambda x: [x + 1], measure.equal)
     return {"case": "copy", "bytes": 8 * COPIED, "xla_us": times.us.get(autotune.XLA), "us": {}, "dropped": {}}
 
@@ -199,8 +198,7 @@ def _measured(case: Case) -> dict[str, Any]:
         functions["auto"] = _leaves(case.ours)
         kernels = sum(choice.served for choice in before)
         told = {"runs": "auto" if kernels else autotune.XLA, "why": f"{kernels} of {len(before)} products by kernels"}
-    calls = measure.enough_calls(floor_us(strict[0].problem)) if len(strict) == 1 else MODEL_CALLS
-    inputs = measure.Inputs(case.inputs, device_of(lowering.target()).l2_bytes, calls)
+    inputs = measure.Inputs(case.inputs, device_of(lowering.target()).l2_bytes)
     reference, keep = _leaves(case.wide or case.plain), (autotune.XLA, told["runs"])
     times = measure.times(functions, inputs, reference, right(case), keep, (autotune.XLA,), SECONDS)
     return {

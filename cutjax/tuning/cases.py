@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import cutjax
@@ -79,12 +80,13 @@ class Case:
         found = [jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype)) for array in self.arrays]
         return [*found, jax.ShapeDtypeStruct((len(self.rows),), jnp.int32)] if self.rows else found
 
-    def inputs(self, key: jax.Array, integers: bool) -> list[jax.Array]:
+    def inputs(self, seed: jax.Array, integers: bool) -> list[jax.Array]:
         """Returns the arguments; of small integers, of which every sum is exact, where results are to be equal."""
-        keys, made = jax.random.split(key, len(self.arrays)), []
-        for key, (shape, dtype, scale) in zip(keys, self.arrays, strict=True):
+        made = []
+        for i, (shape, dtype, scale) in enumerate(self.arrays):
+            of_array = seed * np.uint32(len(self.arrays)) + np.uint32(i)
             exact = integers and self.wide is not None
-            x = measure.random_array(key, shape, jnp.dtype(dtype), exact)
+            x = measure.random_array(of_array, shape, jnp.dtype(dtype), exact)
             made.append(x if exact or scale == 1 else x * jnp.asarray(scale, x.dtype))
         return [*made, jnp.array(self.rows, jnp.int32)] if self.rows else made
 

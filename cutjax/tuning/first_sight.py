@@ -17,7 +17,7 @@ from cutjax.kernels.choose import Choice
 from cutjax.runtime import compiler, tuning_file
 from cutjax.tuning import autotune, measure
 
-SECONDS = 0.3  # of rounds of a problem, at least one of each kernel
+SECONDS = 0.2  # of the device for a problem whose calls are long, beside what checks them
 
 _seen: set[tuple[Any, int]] = set()  # also of those whose measurement failed: once a process
 

@@ -1,7 +1,7 @@
 """Times of functions that compute the same, on the device: compiled in parallel, checked, timed in turns.
 
-The clock is the host's: one sample is many calls, in a program of several and that program several times, so that what
-it takes to launch them is hidden behind the device's work. Inputs are rotated, so that none is found in L2.
+The clock is the device's: a function's time is that of its kernels, in a trace of calls one after the other. Inputs are
+rotated, so that none is found in L2. Where the device cannot be traced the clock is the host's, of long calls alone.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import math
 import os
 import random
@@ -20,17 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SAMPLE_SECONDS = 2e-3  # of device time, at least: a host clock's jitter is some 10 us
-MOST_CALLS = 32  # in one program
-PROGRAM_SECONDS = 10e-3  # after which a program needs no further call
-MOST_RUNS = 16  # of the program, in one sample
+from cutjax.tuning import clock
+
 MOST_SETS = 32
 NEAR = 5e-2  # of a norm: as far as plain JAX's gradients in 16 bits are from those of a program that rounds elsewhere
-FIRST_ROUNDS, LAST_ROUNDS, FINALISTS = 3, 9, 4
+FIRST_ROUNDS, LAST_ROUNDS, FINALISTS = 3, 25, 4
 # Of calls longer than these microseconds power limits the clock: each function is timed in a window of its own, with no
 # gap, since in turns all have the clock that their mean takes. Where time is short, fewer functions, once.
 LONG_US, WINDOW_SECONDS, WINDOWS, FEW = 100.0, 0.1, 2, 2
+HOST_US = 100.0  # of a call, at least, by the host's clock: it takes up to half of that to start one
+DEVICE, HOST = "device", "host"  # clocks
 _MEMORY_WITHOUT_STATISTICS = 8 << 30
+# Each kernel a launch of its own in the trace; XLA's product of the check need not be the fastest.
+_TIMED, _CHECK = {"xla_gpu_enable_command_buffer": ""}, {"xla_gpu_autotune_level": 0}
 
 Function = Callable[..., Sequence[jax.Array]]
 Right = Callable[[Sequence[jax.Array], Sequence[jax.Array]], jax.Array]  # results and the reference's: a bool
@@ -42,11 +45,13 @@ class Times:
 
     Attributes:
       us: the median time, in microseconds, of each that was in the last rounds.
-      dropped: why, of each that failed or was wrong.
+      dropped: why, of each that failed, was wrong, or is too short for the clock.
+      clock: `DEVICE`, sums of kernels' times, or `HOST`, with what it takes to launch them.
     """
 
     us: dict[Any, float]
     dropped: dict[Any, str]
+    clock: str = DEVICE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +59,13 @@ class Inputs:
     """The inputs of the functions.
 
     Attributes:
-      make: ``(key, integers) -> arrays``, traceable: random numbers, or small integers of which every sum is exact.
+      make: ``(seed, integers) -> arrays``, traceable: random numbers, or small integers of which every sum is exact.
+        The seed is a scalar of uint32.
       l2_bytes: of the device's cache: all inputs together pass twice that, where memory lasts.
-      calls: as many as a program needs, where sets do not need more.
     """
 
     make: Callable[[jax.Array, bool], Sequence[jax.Array]]
     l2_bytes: int
-    calls: int = MOST_CALLS
 
 
 def times(
@@ -82,49 +86,54 @@ def times(
       right: tells whether they are right: `equal`, `close` or `near`.
       keep: functions that are in the last rounds however fast they are.
       trusted: functions whose results are right whatever they are.
-      seconds: after which no further round begins, once each function has been timed; windows come on top.
+      seconds: of the device, about, beside one call of each function.
     """
-    keys = iter(jax.random.split(jax.random.key(0), MOST_SETS + 1))
-    make = jax.jit(inputs.make, static_argnums=1)
-    avals = jax.eval_shape(lambda key: inputs.make(key, False), jax.random.key(0))
-    in_bytes = _bytes(avals)
-    out_bytes = max((size for f in functions.values() if (size := _result_bytes(f, avals))), default=0)
-    sets, calls = _counts(in_bytes, out_bytes, inputs, _free_bytes())
-    chosen = [make(next(keys), False) for _ in range(sets)]
-    chosen = [chosen[i % sets] for i in range(calls)]
-    known = make(next(keys), True)
-    jax.block_until_ready((chosen, known))
-    found = Times({}, {})
-    programs: dict[Hashable, Any] = {}
-    least_us = math.inf
-    expected, check = jax.jit(reference)(*known), jax.jit(right)
-    for name, program in _compiled(functions, chosen).items():
+    found, names = Times({}, {}), list(functions)
+    avals = jax.eval_shape(lambda seed: inputs.make(seed, False), _seed(0))
+    check, wanted = jax.jit(right), jax.eval_shape(reference, *avals)
+    make, make_known, expect, _, *programs = parallel(
+        lambda given: _compiled(*given),
+        [
+            (jax.jit(inputs.make, static_argnums=1), (_seed(0), False), {}),
+            (jax.jit(inputs.make, static_argnums=1), (_seed(0), True), {}),
+            (jax.jit(reference), avals, _CHECK),
+            (check, (wanted, wanted), {}),  # kept by jit: what differs from that is compiled later
+            *((_named(functions[name], i), avals, _TIMED) for i, name in enumerate(names)),
+        ],
+    )
+    for program in (make, make_known, expect):
+        if isinstance(program, Exception):
+            raise program
+    known = make_known(_seed(0))
+    sets = [make(_seed(1 + i)) for i in range(_sets(_bytes(avals), inputs.l2_bytes, _free_bytes()))]
+    expected = expect(*known)
+    jax.block_until_ready((sets, expected))
+    running, took = {}, 0.0
+    for name, program in zip(names, programs, strict=True):
         try:
             if isinstance(program, Exception):
                 raise program
-            first, *_ = program([known] * calls)
-            if name not in trusted and not check(first, expected):
-                raise ArithmeticError("its result is wrong")
-            del first
             start = time.perf_counter()
-            jax.block_until_ready(program(chosen))
-            took = time.perf_counter() - start
-            least_us = min(least_us, 1e6 * took / calls)
-            programs[name] = program, _runs(took, calls * out_bytes)
+            results = jax.block_until_ready(program(*known))
+            took += time.perf_counter() - start
+            if name not in trusted and not check(results, expected):
+                raise ArithmeticError("its result is wrong")
+            running[name] = program
         except Exception as error:
             found.dropped[name] = reason(error)
-    del expected
-    rounds = _Rounds(programs, chosen, calls, found, time.monotonic() + seconds)
-    long, short = programs and least_us > LONG_US, seconds < math.inf
-    rounds.play(list(programs), 1 if long and short else FIRST_ROUNDS)
-    fastest = sorted(rounds.samples, key=rounds.us)
+    del expected, known
+    race = _Race({name: (_program(names.index(name)), program) for name, program in running.items()}, sets, found)
+    short = seconds < math.inf
+    first = race.turns(
+        list(running), max(1, min(FIRST_ROUNDS, int(seconds / took))) if took and short else FIRST_ROUNDS
+    )
+    long = bool(first) and min(first.values()) > LONG_US
+    fastest = sorted(first, key=first.__getitem__)
     last = {*fastest[: FEW if long and short else FINALISTS], *keep}
-    names = [name for name in fastest if name in last]
-    if long:
-        rounds.hold(names, 1 if short else WINDOWS)
-    else:
-        rounds.play(names, LAST_ROUNDS)
-    found.us = {name: rounds.us(name) for name in rounds.samples if name in last}
+    order = [name for name in fastest if name in last]
+    windows = 1 if short else WINDOWS
+    each = min(WINDOW_SECONDS, seconds / max(1, windows * len(order)))
+    found.us = race.windows(order, windows, each, first) if long else race.turns(order, LAST_ROUNDS)
     return found
 
 
@@ -133,92 +142,146 @@ def reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def random_array(key: jax.Array, shape: Sequence[int], dtype: Any, integers: bool) -> jax.Array:
-    """Returns random numbers: normal ones, drawn in bfloat16 for 16 bits and fewer, or -2 to 2; integers are 0 to 3."""
+def random_array(seed: Any, shape: Sequence[int], dtype: Any, integers: bool) -> jax.Array:
+    """Returns random numbers: nearly normal ones, or -2 to 2; integers are 0 to 3. The seed is a scalar of uint32.
+
+    Not ``jax.random``'s: what takes XLA 1.5 s to compile is done in a tenth of that.
+    """
+    bits = _mixed(jax.lax.iota(np.uint32, math.prod(shape)).reshape(shape) + _mixed(jnp.asarray(seed, np.uint32)))
     if dtype == np.bool_:
-        return jax.random.bernoulli(key, shape=shape)
-    if dtype.name == "float8_e8m0fnu":  # powers of two alone
-        return jnp.exp2(jax.random.randint(key, shape, -2, 3, np.int8).astype(np.float32)).astype(dtype)
+        return bits % 2 == 1
     if jnp.issubdtype(dtype, jnp.integer):
-        return jax.random.randint(key, shape, 0, 4, np.uint8).astype(dtype)
+        return (bits % 4).astype(dtype)
+    small = (bits % 5).astype(np.int8) - np.int8(2)
+    if dtype.name == "float8_e8m0fnu":  # powers of two alone
+        return jnp.exp2(small.astype(np.float32)).astype(dtype)
     if integers:
-        return jax.random.randint(key, shape, -2, 3, np.int8).astype(dtype)
-    return jax.random.normal(key, shape, jnp.bfloat16 if dtype.itemsize <= 2 else dtype).astype(dtype)
+        return small.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        real = np.finfo(dtype).dtype
+        return jax.lax.complex(*(random_array(seed + np.uint32(x << 16), shape, real, False) for x in (1, 2)))
+    # Four even numbers of 8 bits: their sum is nearly normal.
+    four = bits % 256 + (bits >> 8) % 256 + (bits >> 16) % 256 + (bits >> 24)
+    wide = four.astype(dtype if dtype.itemsize > 4 else np.float32)
+    return ((wide - 510) / 147.8).astype(dtype)
 
 
-def enough_calls(floor_us: float) -> int:
-    """Returns the number of calls that a program needs, of functions that take so long at least."""
-    return max(1, min(MOST_CALLS, math.ceil(1e6 * PROGRAM_SECONDS / max(floor_us, 1.0))))
+def _mixed(x: jax.Array) -> jax.Array:
+    """Returns numbers of 32 bits of which each bit depends on all of the given one's: the end of MurmurHash3."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * np.uint32(factor)
+    return x ^ (x >> 16)
 
 
-class _Rounds:
-    """The samples of programs that run in turns; a program that fails is dropped."""
+def _seed(number: int) -> jax.Array:
+    return jnp.uint32(number)
 
-    def __init__(
-        self, programs: Mapping[Hashable, Any], chosen: Sequence[Any], calls: int, found: Times, deadline: float
-    ):
-        self._programs, self._chosen, self._calls, self._found = programs, chosen, calls, found
-        self._deadline = deadline
-        self.samples: dict[Any, list[float]] = {name: [] for name in programs}
 
-    def us(self, name: Hashable) -> float:
-        """Returns the median of a program's samples."""
-        return float(np.median(self.samples[name]))
+class _Race:
+    """Programs, each with its name in a trace, that are called in turns; one that fails is dropped."""
 
-    def play(self, names: Sequence[Hashable], count: int) -> None:
-        """Takes samples of some programs; of each only those of the last call count, so that they compare."""
+    def __init__(self, programs: dict[Any, tuple[str, Any]], sets: Sequence[Any], found: Times):
+        self._programs, self._sets, self._found = programs, itertools.cycle(sets), found
+
+    def turns(self, names: Sequence[Hashable], rounds: int) -> dict[Any, float]:
+        """Returns the median microseconds of programs in so many rounds."""
         order = random.Random(0)  # a lazy neighbour leaves a cooler card: not always the same one
-        if time.monotonic() > self._deadline and all(self.samples[name] for name in names):
-            return
-        for name in names:
-            self.samples[name].clear()
-        for done in range(count):
-            if done and time.monotonic() > self._deadline:
-                return
-            for name in order.sample(list(names), len(names)):
-                if name in self.samples:
-                    self._sample(name)
+        calls = [name for _ in range(rounds) for name in order.sample(list(names), len(names))]
+        return {name: float(np.median(us)) for name, us in self._called(calls).items()}
 
-    def hold(self, names: Sequence[Hashable], windows: int) -> None:
-        """Takes samples of so many windows of each program, in the one order and the other."""
-        for name in names:
-            self.samples[name].clear()
-        for window in range(windows):
-            for name in names[:: -1 if window % 2 else 1]:
-                if name in self.samples:
-                    self._sample(name, WINDOW_SECONDS)
+    def windows(
+        self, names: Sequence[Hashable], count: int, seconds: float, us: Mapping[Any, float]
+    ) -> dict[Any, float]:
+        """Returns the median microseconds of programs in the second halves of windows of so many seconds.
 
-    def _sample(self, name: Hashable, seconds: float = 0.0) -> None:
-        """Takes a sample of some runs, or of as many as take so many seconds: two at a time are on their way then."""
-        program, runs = self._programs[name]
-        try:
-            waiting: collections.deque[Any] = collections.deque(maxlen=2)  # an older one is let go
-            done, start = 0, time.perf_counter()
-            while done < runs or time.perf_counter() - start < seconds:
-                if seconds and len(waiting) == 2:
-                    jax.block_until_ready(waiting.popleft())
-                waiting.append(program(self._chosen))  # one stream: the last result is ready when all are
-                done += 1
-            jax.block_until_ready(waiting.pop())
-            self.samples[name].append(1e6 * (time.perf_counter() - start) / (done * self._calls))
-        except Exception as error:
-            del self.samples[name]
-            self._found.dropped[name] = reason(error)
+        Each has so many, in the one order and the other. ``us``: of a call, about.
+        """
+        calls = {name: max(2, math.ceil(1e6 * seconds / us[name])) for name in names}
+        order = [name for window in range(count) for name in names[:: -1 if window % 2 else 1]]
+        found = self._called([name for each in order for name in [each] * calls[each]])
+        halves = {
+            name: [x for at, x in enumerate(us) if len(us) < calls[name] or at % calls[name] >= calls[name] // 2]
+            for name, us in found.items()
+        }
+        return {name: float(np.median(us)) for name, us in halves.items()}
+
+    def _called(self, calls: Sequence[Hashable]) -> dict[Any, list[float]]:
+        """Calls programs in an order, and returns for each that did not fail the microseconds of its calls."""
+        done: collections.Counter[Hashable] = collections.Counter()
+
+        def run() -> None:
+            done.clear()
+            self._run(calls, done)
+
+        if not self._programs:
+            return {}
+        if self._found.clock == DEVICE:
+            spans = clock.spans(run)
+            seen = {name: spans.get(module, []) for name, (module, _) in self._programs.items() if done[name]}
+            if seen and all(seen.values()):
+                return {name: _sums(seen[name], done[name]) for name in seen}
+            self._found.clock = HOST
+        found: dict[Any, list[float]] = {}
+        for name, count in collections.Counter(calls).items():
+            done.clear()
+            start = time.perf_counter()
+            self._run([name] * count, done)
+            if name in self._programs:
+                found[name] = [1e6 * (time.perf_counter() - start) / count]
+        if found and min(found.values())[0] < HOST_US:
+            for name in found:
+                self._drop(name, "too short for the host's clock, and the device was not traced")
+            return {}
+        return found
+
+    def _run(self, calls: Sequence[Hashable], done: collections.Counter[Hashable]) -> None:
+        """Calls programs, and counts the calls of each; one stream: its last results are ready when all are."""
+        last: dict[Hashable, Any] = {}
+        for name in calls:
+            if name in self._programs:
+                try:
+                    last[name] = self._programs[name][1](*next(self._sets))
+                    done[name] += 1
+                except Exception as error:
+                    self._drop(name, reason(error))
+        for name, results in last.items():
+            try:
+                jax.block_until_ready(results)
+            except Exception as error:
+                self._drop(name, reason(error))
+
+    def _drop(self, name: Hashable, why: str) -> None:
+        self._programs.pop(name, None)
+        self._found.dropped[name] = why
 
 
-def _compiled(functions: Mapping[Hashable, Function], chosen: Sequence[Any]) -> dict[Hashable, Any]:
-    """Returns for each function the program that calls it with each set of inputs, or the error in its place."""
+def _sums(kernels: Sequence[float], calls: int) -> list[float]:
+    """Returns the sum of each call's kernels; their mean where they are not as many in each."""
+    each, left = divmod(len(kernels), calls)
+    return [sum(kernels) / calls] if left else [sum(kernels[i * each : (i + 1) * each]) for i in range(calls)]
 
-    def compile_one(function: Function) -> Any:
-        inner = jax.jit(lambda *args: function(*args))  # lowered once, however often it is called
-        # Each input is a parameter of its own, the same array twice too: XLA can merge no two calls.
-        program = jax.jit(lambda sets: [inner(*args) for args in sets])
-        try:
-            return program.lower(chosen).compile()
-        except Exception as error:
-            return error
 
-    return dict(zip(functions, parallel(compile_one, functions.values()), strict=True))
+def _program(number: int) -> str:
+    """Returns the name of a program's HLO module."""
+    return f"jit_cutjax_timed_{number}"
+
+
+def _named(function: Function, number: int) -> Any:
+    """Returns a jitted function whose program has a name of its own."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = _program(number).removeprefix("jit_")
+    return jax.jit(call)
+
+
+def _compiled(jitted: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Returns the program of a function, or the error in its place."""
+    try:
+        return jitted.lower(*arguments).compile(compiler_options=options)
+    except Exception as error:
+        return error
 
 
 def parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
@@ -233,34 +296,16 @@ def parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         return list(pool.map(in_scope, items))
 
 
-def _counts(in_bytes: int, out_bytes: int, inputs: Inputs, free_bytes: int) -> tuple[int, int]:
-    """Returns the number of sets of inputs, and the number of calls in a program.
-
-    They and the results take at most half of what memory is free.
-    """
-    wanted = min(MOST_SETS, 1 + math.ceil(2 * inputs.l2_bytes / max(in_bytes, 1)))
-    fit = max(1, min(MOST_CALLS, max(wanted, inputs.calls), free_bytes // 4 // max(out_bytes, 1)))
-    sets = max(1, min(wanted, fit, free_bytes // 4 // max(in_bytes, 1)))
-    return sets, fit // sets * sets  # whole rotations: no set is warm because the last program ended with it
-
-
-def _runs(seconds: float, out_bytes: int) -> int:
-    """Returns the number of runs of a program in a sample; the results of all of them may live at once."""
-    fit = _free_bytes() // 2 // max(out_bytes, 1)
-    return max(1, min(MOST_RUNS, fit, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-9))))
+def _sets(in_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+    """Returns the number of sets of inputs: they take at most a quarter of what memory is free."""
+    wanted = min(MOST_SETS, 1 + math.ceil(2 * l2_bytes / max(in_bytes, 1)))
+    return max(1, min(wanted, free_bytes // 4 // max(in_bytes, 1)))
 
 
 def _free_bytes() -> int:
     statistics = jax.devices()[0].memory_stats() or {}
     limit = statistics.get("bytes_limit")
     return _MEMORY_WITHOUT_STATISTICS if limit is None else max(0, limit - statistics.get("bytes_in_use", 0))
-
-
-def _result_bytes(function: Function, avals: Sequence[Any]) -> int | None:
-    try:
-        return _bytes(jax.eval_shape(function, *avals))
-    except Exception:  # it will fail again where the reason is kept
-        return None
 
 
 def _bytes(tree: Any) -> int:

@@ -65,12 +65,14 @@ class Report:
       skipped: products that were not measured, with the reasons.
       device: the GPU.
       path: the file that the choices went to; None where to none.
+      clock: "device", sums of kernels' times, or "host" where the device was not traced for each of the problems.
     """
 
     rows: tuple[Row, ...]
     skipped: tuple[Skipped, ...]
     device: str
     path: pathlib.Path | None
+    clock: str = "device"
 
     @property
     def before_us(self) -> float:
@@ -111,9 +113,10 @@ class Report:
         return "\n".join(text)
 
     def notes(self) -> list[str]:
-        """Returns a line for each candidate that was dropped, and for each product that was not measured."""
+        """Returns lines of what was dropped, of what was not measured, and of the host's clock."""
         dropped = [f"dropped for {row.problem}: {name}: {why}" for row in self.rows for name, why in row.dropped]
-        return dropped + [f"not measured: {x.problem} ({x.count} in a call): {x.why}" for x in self.skipped]
+        host = ["times are by the host's clock: the device was not traced"] if self.clock == "host" else []
+        return dropped + host + [f"not measured: {x.problem} ({x.count} in a call): {x.why}" for x in self.skipped]
 
     def plot(self) -> Any:
         """Draws the times before, after and of XLA as bars, on a logarithmic scale; returns matplotlib's figure.

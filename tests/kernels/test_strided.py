@@ -393,7 +393,7 @@ def test_autotune_times_arrays_as_they_lie():
     found, _ = autotune.walk.products(lambda q, k: scores(q, k, (HEADS,) * 3), args, {}, "cuda")
     (task,), skipped = autotune.tasks(found, 2)
     assert not skipped
-    arrays = task.inputs(jax.random.key(1), True)
+    arrays = task.inputs(np.uint32(1), True)
     assert [x.shape for x in arrays] == [(2, 136, 3, 72), (2, 200, 3, 72)]
     (got,) = task._bound("xla", None)(*arrays)
     np.testing.assert_array_equal(got, heads(jnp.einsum("bqhd,bkhd->bhqk", *arrays)))

@@ -12,10 +12,8 @@ from cutjax.tuning import measure
 GIB = 1 << 30
 
 
-def make(key, integers):
-    if integers:
-        return [jax.random.randint(key, (16, 16), -2, 3).astype(jnp.float32) for _ in range(2)]
-    return [jax.random.normal(key, (16, 16)) for _ in range(2)]
+def make(seed, integers):
+    return [measure.random_array(seed + np.uint32(i), (16, 16), np.dtype(np.float32), integers) for i in range(2)]
 
 
 INPUTS = measure.Inputs(make, l2_bytes=1 << 12)
@@ -38,48 +36,51 @@ def slow(a, b):
 
 
 class Clock:
-    """A clock by which every program takes as long as its turn says: the first 1 us, the second 2 us, and so on."""
+    """A device's clock by which a call of each program takes as long as it is told, in so many kernels."""
 
-    def __init__(self, monkeypatch, microseconds):
-        self.now, self.microseconds = 0.0, microseconds
-        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+    def __init__(self, monkeypatch, us, kernels=1):
+        self.calls, self.us, self.kernels = [], list(us), kernels
+        monkeypatch.setattr(measure.clock, "spans", self.spans)
         compiled = measure._compiled
 
-        def programs(functions, chosen):
-            return {name: self.wrap(name, program) for name, program in compiled(functions, chosen).items()}
+        def watched(jitted, arguments, options):
+            program = compiled(jitted, arguments, options)
+            number = getattr(jitted, "__name__", "").removeprefix("cutjax_timed_")
+            if isinstance(program, Exception) or not number.isdecimal():
+                return program
+            return lambda *args: (self.calls.append(int(number)), program(*args))[1]
 
-        monkeypatch.setattr(measure, "_compiled", programs)
+        monkeypatch.setattr(measure, "_compiled", watched)
 
-    def wrap(self, name, program):
-        if isinstance(program, Exception):
-            return program
-
-        def timed(sets):
-            self.now += 1e-6 * self.microseconds[name] * len(sets)
-            return program(sets)
-
-        return timed
+    def spans(self, run):
+        before = len(self.calls)
+        run()
+        found = {}
+        for i in self.calls[before:]:
+            found.setdefault(measure._program(i), []).extend([self.us[i] / self.kernels] * self.kernels)
+        return found
 
 
-def test_times_and_reasons(monkeypatch):
-    Clock(monkeypatch, {"fast": 3.0, "slow": 5.0, "wrong": 1.0})
+@pytest.mark.parametrize("kernels", [1, 3])
+def test_times_and_reasons(monkeypatch, kernels):
     functions = {"fast": right, "slow": slow, "wrong": wrong_in_one_element, "none": failing_to_trace}
+    Clock(monkeypatch, (3.0, 5.0, 1.0, 1.0), kernels)
     found = measure.times(functions, INPUTS, right, measure.equal)
     assert found.us == {"fast": pytest.approx(3.0), "slow": pytest.approx(5.0)}
     assert found.dropped == {"wrong": "ArithmeticError: its result is wrong", "none": "ValueError: no kernel"}
+    assert found.clock == "device"
 
 
 def test_what_is_trusted_is_not_dropped(monkeypatch):
-    Clock(monkeypatch, {"right": 3.0, "trusted": 1.0})
+    Clock(monkeypatch, (3.0, 1.0))
     functions = {"right": right, "trusted": wrong_in_one_element}
     found = measure.times(functions, INPUTS, right, measure.equal, trusted=("trusted",))
     assert (set(found.us), found.dropped) == ({"right", "trusted"}, {})
 
 
 def test_last_rounds_are_of_the_fastest_and_of_those_kept(monkeypatch):
-    names = {f"f{i}": 1.0 + i for i in range(8)}
-    Clock(monkeypatch, names)
-    functions = {name: (lambda a, b: [a @ b]) for name in names}
+    Clock(monkeypatch, range(1, 9))
+    functions = {f"f{i}": right for i in range(8)}
     found = measure.times(functions, INPUTS, right, measure.equal, keep=["f7", "absent"])
     assert set(found.us) == {"f0", "f1", "f2", "f3", "f7"}
     assert min(found.us, key=found.us.__getitem__) == "f0"
@@ -87,75 +88,124 @@ def test_last_rounds_are_of_the_fastest_and_of_those_kept(monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "finalists", "windows"), [(np.inf, measure.FINALISTS, measure.WINDOWS), (1, 2, 1)])
 def test_long_calls_are_timed_in_windows(monkeypatch, seconds, finalists, windows):
-    microseconds = {f"f{i}": 500.0 + i for i in range(6)}
-    clock, runs = Clock(monkeypatch, microseconds), []
-    wrap = clock.wrap
-    monkeypatch.setattr(clock, "wrap", lambda name, f: lambda sets: (runs.append(name), wrap(name, f)(sets))[1])
-    found = measure.times(dict.fromkeys(microseconds, right), INPUTS, right, measure.equal, ["f5"], seconds=seconds)
-    last = {f"f{i}" for i in (*range(finalists), 5)}
-    assert found.us == {name: pytest.approx(microseconds[name]) for name in last}
-    for name, us in microseconds.items():
-        held_s = runs.count(name) * us * measure.MOST_CALLS / 1e6
-        assert (held_s >= windows * measure.WINDOW_SECONDS) == (name in last)
+    clock = Clock(monkeypatch, [500.0 + i for i in range(6)])
+    functions = {f"f{i}": right for i in range(6)}
+    found = measure.times(functions, INPUTS, right, measure.equal, ["f5"], seconds=seconds)
+    last = {*range(finalists), 5}
+    assert found.us == {f"f{i}": pytest.approx(500.0 + i) for i in last}
+    for i in range(6):
+        held_s = clock.calls.count(i) * (500.0 + i) / 1e6
+        assert (held_s >= windows * measure.WINDOW_SECONDS) == (i in last)
+
+
+@pytest.mark.parametrize("us", [5.0, 150.0, 20_000.0])
+def test_the_device_is_held_for_so_many_seconds(monkeypatch, us):
+    """And for six calls of each function at most beside it."""
+    clock = Clock(monkeypatch, [us] * 4)
+    measure.times({f"f{i}": right for i in range(4)}, INPUTS, right, measure.equal, seconds=0.2)
+    assert len(clock.calls) * us / 1e6 <= 0.2 + 6 * 4 * us / 1e6
+
+
+def test_the_first_half_of_a_window_does_not_count(monkeypatch):
+    clock = Clock(monkeypatch, (200.0, 210.0))
+    spans = clock.spans
+
+    def cool(run):
+        found = spans(run)
+        return {name: [1.0] * (len(us) // 2) + us[len(us) // 2 :] if len(us) > 9 else us for name, us in found.items()}
+
+    monkeypatch.setattr(measure.clock, "spans", cool)
+    found = measure.times({"f": right, "g": right}, INPUTS, right, measure.equal, seconds=0.2)
+    assert found.us == {"f": 200.0, "g": 210.0}
 
 
 def test_a_program_that_fails_later_is_dropped(monkeypatch):
-    Clock(monkeypatch, {"a": 1.0, "b": 2.0})
+    Clock(monkeypatch, (1.0, 2.0))
     compiled, calls = measure._compiled, []
 
-    def breaking(functions, chosen):
-        programs = compiled(functions, chosen)
-        inner = programs["a"]
+    def breaking(jitted, arguments, options):
+        inner = compiled(jitted, arguments, options)
 
-        def program(sets):
+        def program(*args):
             calls.append(1)
             if len(calls) > 2 + measure.FIRST_ROUNDS:
                 raise RuntimeError("launch failed")
-            return inner(sets)
+            return inner(*args)
 
-        return {**programs, "a": program}
+        return program if getattr(jitted, "__name__", "") == "cutjax_timed_0" else inner
 
     monkeypatch.setattr(measure, "_compiled", breaking)
-    monkeypatch.setattr(measure, "MOST_RUNS", 1)
     found = measure.times({"a": right, "b": right}, INPUTS, right, measure.equal)
     assert set(found.us) == {"b"}
     assert found.dropped == {"a": "RuntimeError: launch failed"}
 
 
-def test_calls_are_not_merged():
-    """Each call of a program stays one, though several have the same inputs."""
-    chosen = [make(jax.random.key(0), False)] * 4
-    (program,) = measure._compiled({"f": right}, chosen).values()
-    assert program.as_text().count(" dot(") == 4
+def test_without_a_trace_long_calls_are_timed_by_the_hosts_clock(monkeypatch):
+    """And short ones not at all: what it takes to launch them would choose."""
+    functions = {"f": right, "g": slow}
+    monkeypatch.setattr(measure, "HOST_US", 0.0)
+    found = measure.times(functions, INPUTS, right, measure.equal)
+    assert found.clock == "host"
+    assert set(found.us) == {"f", "g"}
+    assert min(found.us.values()) > 0
+    monkeypatch.setattr(measure, "HOST_US", 1e9)
+    found = measure.times(functions, INPUTS, right, measure.equal)
+    assert (found.us, set(found.dropped)) == ({}, {"f", "g"})
+    assert "too short for the host's clock" in found.dropped["f"]
+
+
+def test_where_the_trace_missed_a_kernel_a_mean_is_left():
+    assert measure._sums([1.0, 2.0, 3.0, 4.0], 2) == [3.0, 7.0]
+    assert measure._sums([1.0, 2.0, 3.0], 2) == [3.0]
+
+
+def test_a_program_has_the_name_by_which_a_trace_is_read():
+    arguments = make(np.uint32(0), False)
+    program = measure._compiled(measure._named(right, 7), arguments, measure._TIMED)
+    assert program.as_text().startswith(f"HloModule {measure._program(7)},")
+    assert not isinstance(measure._compiled(jax.jit(right), arguments, measure._CHECK), Exception)
 
 
 @pytest.mark.parametrize(
-    ("in_bytes", "out_bytes", "free", "expected"),
+    ("in_bytes", "free", "expected"),
     [
-        (1 << 10, 1 << 10, 8 * GIB, (32, 32)),  # tiny: as many sets as there are calls
-        (60 << 20, 32 << 20, 80 * GIB, (3, 30)),  # three sets pass twice the L2, ten rotations
-        (1 << 30, 1 << 30, 8 * GIB, (2, 2)),
-        (6 << 30, 1 << 20, 8 * GIB, (1, 32)),  # one set is over the quarter: what is not there cannot be rotated
-        (1 << 20, 6 << 30, 8 * GIB, (1, 1)),
-        (0, 0, GIB, (32, 32)),
+        (1 << 10, 8 * GIB, 32),  # tiny: as many as there may be
+        (60 << 20, 80 * GIB, 3),  # three sets pass twice the L2
+        (1 << 30, 8 * GIB, 2),
+        (6 << 30, 8 * GIB, 1),  # one set is over the quarter: what is not there cannot be rotated
+        (0, GIB, 32),
     ],
 )
-def test_memory_bounds_sets_and_calls(in_bytes, out_bytes, free, expected):
-    assert measure._counts(in_bytes, out_bytes, measure.Inputs(make, 50 << 20), free) == expected
+def test_memory_bounds_sets(in_bytes, free, expected):
+    assert measure._sets(in_bytes, 50 << 20, free) == expected
 
 
-def test_slow_calls_make_short_programs():
-    assert [measure.enough_calls(us) for us in (0.0, 1.0, 1000.0, 4000.0, 1e9)] == [32, 32, 10, 3, 1]
-    assert measure._counts(60 << 20, 1, measure.Inputs(make, 50 << 20, calls=1), 80 * GIB) == (3, 3)
-    assert measure._counts(60 << 20, 1, measure.Inputs(make, 50 << 20, calls=10), 80 * GIB) == (3, 9)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3fn"])
+def test_random_numbers(dtype):
+    """Nearly normal ones, and small integers; others of another seed."""
+    with jax.enable_x64(dtype == "float64"):
+        x, other, small = (
+            np.asarray(measure.random_array(np.uint32(seed), (300, 500), jnp.dtype(dtype), integers)).astype(complex)
+            for seed, integers in ((1, False), (2, False), (1, True))
+        )
+    assert abs(x.mean()) < 0.02
+    assert x.std() == pytest.approx(2**0.5 if dtype.startswith("complex") else 1, abs=0.02)
+    assert 3 < np.abs(x).max() < 6
+    assert (abs(x.real) < 1).mean() == pytest.approx(0.68, abs=0.05)
+    assert abs((x * other).mean()) < 0.02
+    assert abs((x[1:] * x[:-1]).mean()) < 0.02
+    assert set(np.unique(small)) == {-2, -1, 0, 1, 2}
+    assert np.std(small) == pytest.approx(2**0.5, abs=0.02)
 
 
-def test_runs_are_bound_by_time_and_memory(monkeypatch):
-    monkeypatch.setattr(measure, "_free_bytes", lambda: 8 * GIB)
-    assert measure._runs(seconds=1.0, out_bytes=1) == 1
-    assert measure._runs(seconds=1e-6, out_bytes=1) == measure.MOST_RUNS
-    assert measure._runs(seconds=measure.SAMPLE_SECONDS / 3.5, out_bytes=1) == 4
-    assert measure._runs(seconds=1e-6, out_bytes=2 * GIB) == 2
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [("int8", range(4)), ("uint32", range(4)), ("bool", range(2)), ("float8_e8m0fnu", (0.25, 0.5, 1, 2, 4))],
+)
+def test_random_integers(dtype, values):
+    x = measure.random_array(np.uint32(1), (300, 500), jnp.dtype(dtype), False)
+    assert x.dtype == dtype
+    assert set(np.unique(np.asarray(x).astype(float))) == set(values)
 
 
 @pytest.mark.parametrize(
