@@ -15,6 +15,7 @@ from cutjax import dot_precision
 from cutjax.binding.placement import Labels, Placement, batch_labels
 from cutjax.binding.rules import any_divided, names_of, on_devices, on_mesh
 from cutjax.dot_precision import Canonical
+from cutjax.dtypes import FLOAT8
 from cutjax.epilogue.expression import Epilogue, identity
 from cutjax.epilogue.merge import merged
 from cutjax.kernels.device import Device
@@ -259,9 +260,11 @@ def reference(
     else:
         sharding = None
     preferred = accumulator(a.dtype, out_dtype)
-    if on_cuda and is_half(a.dtype) and out_dtype in (a.dtype, np.dtype(np.float32)):
-        # On CUDA, XLA's GEMMs accumulate 16-bit floats in f32 anyway, and a conversion would make another fusion. They
-        # have no kernel for a result in the other 16-bit dtype.
+    of_halves = is_half(a.dtype) and out_dtype in (a.dtype, np.dtype(np.float32))
+    if on_cuda and (of_halves or (a.dtype.name in FLOAT8 and is_half(out_dtype))):
+        # On CUDA, XLA's GEMMs accumulate 16-bit floats, and float8, in f32 anyway, and a conversion would be a pass:
+        # 143 us beside the 217 of 4096 x 24576 x 1536 in float8. 16-bit floats have no kernel for a result in the other
+        # 16-bit dtype.
         preferred = out_dtype
     elif not on_cuda or preferred != accumulator(a.dtype):
         # XLA's CPU backend lacks some products of narrow operands with a wider result, depending on layout and batch;

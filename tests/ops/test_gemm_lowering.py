@@ -100,6 +100,17 @@ def test_fallback_is_one_product():
     assert "broadcast" not in text.replace("broadcast_in_dim %arg1, dims = [1, 2, 3]", "")  # the axis of size 1 of b
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fallback_of_float8_converts_no_result(dtype):
+    """XLA multiplies float8 to bf16; a result in f32 it converts in a pass of its own."""
+    a, b = shapes("nt", dtype="float8_e4m3fn")
+    b = jax.ShapeDtypeStruct(b.shape, dtype)
+    gemm = functools.partial(cutjax.gemm, layout="nt", out_dtype=H, backend="xla")
+    text = jax.jit(gemm).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("dot_general") == 1
+    assert "convert" not in text
+
+
 def test_shard_map_lowers_to_kernels_of_the_local_problem_and_jit_to_partitions():
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.ones((512, 64), H), jax.NamedSharding(mesh, jax.P("i")))
