@@ -147,6 +147,9 @@ class Features(NamedTuple):
 
 # Of tiles with so many columns for each row of an average group few groups have two.
 OVER_AVERAGE = 1.25
+# How much of the time of an epilogue's instructions is left beside float8, whose sums are promoted: of rows' scales,
+# three products of experiments/fp8-promoted-h200.json.
+FUSED_FLOAT8 = 0.3
 # How many times as long as by words of 4 bytes threads store results of 16 bits one by one: their rows are odd. Of five
 # products of report12-17.
 PAIRLESS = 1.6
@@ -330,7 +333,7 @@ def _of_problem(
         "b_off": off(1, multiplied.n),
         "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
         "wide": multiplied.a.bits == 16 and multiplied.out_dtype.itemsize == 4,
-        "fused": _instructions(multiplied, staged),
+        "fused": _instructions(multiplied, staged) * (FUSED_FLOAT8 if way.each else 1),
         "few_rows": asked.few_rows,
         "streams": asked.streams,
         "reads": (read.bytes - read.result_bytes) * way.terms,
@@ -410,7 +413,8 @@ def costs(f: Features) -> Costs:
     slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) * (f.steps == 0) + c.narrow * (f.b_short > 0)
     slower = slower + c.multicast * (1 - f.promoted) * f.multicasts
     if some(f.promoted):
-        slower = slower + c.promoted * f.promoted + c.reread * (f.sum_parts - 1) * f.promoted * (1 - f.scaled)
+        alone = (1 - f.halves) * (1 - f.scaled)
+        slower = slower + f.promoted * (c.promoted + c.reread * (f.sum_parts - 1) * alone)
     # Written, and read: b once for each 64 rows of a.
     operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2
     multiply = sharing * (

@@ -21,9 +21,10 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import decode, operands, prologue, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, MOST_OF_SLICES, Sizes, Sums
-from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
+from cutjax.kernels.staging import STORED_BY_TMA, Staging, instructions, plan_staging
 
 ARCH = "sm_90a"
+LIGHT = 5  # instructions of an epilogue that fits beside 128 accumulators whose sums were promoted
 ITEMS_BYTES = 80  # of the slots through which warps are told their items: ffi/device/sm90/counter.cuh
 
 
@@ -104,7 +105,10 @@ class Facts:
         if problem.divided == "k" and self.way.each:  # two buffers, and blocks that are cleared between wgmmas
             widest = where(config.coop, widest, 128)
         most = self._beside_epilogue(config, widest)
-        few = config.accumulator_registers * problem.products <= 96
+        # Beside more, epilogues of more instructions spill, or of two results.
+        light = len(problem.epilogue.outputs) == 1 and not self.staging.reductions
+        light = light and instructions(problem.epilogue) <= LIGHT
+        few = config.accumulator_registers * problem.products <= where(config.stream_k, 96, 128 if light else 96)
         if self.way.each and not problem.groups:  # an epilogue begins when all sums are added up
             most = where(few, minimum(widest, most + self.sums(config).registers), most)
         if windows.view_of(problem):
