@@ -43,9 +43,7 @@ static void add_all(Promotion& promotion, Accumulators& accumulators, const floa
       int column = COLUMNS * PART_COLUMNS + i / 4 * 8 + promotion.thread % 4 * 2 + i % 2;
       part[i] = sums[row * (PRODUCTS * BN) + column];
     }
-    Promotion::Columns columns;
-    promotion.template load<COLUMNS>(columns, 0);
-    promotion.template add<COLUMNS>(accumulators[BLOCK], part, factors, columns);
+    promotion.template add<COLUMNS>(accumulators[BLOCK], part, factors, 0);
   }(), ...);
 }
 

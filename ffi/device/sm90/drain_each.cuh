@@ -40,16 +40,15 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
     if constexpr (COPIERS > 0) fence_proxy_async();
   };
   // The part, when at most PENDING later ones are being multiplied.
-  auto add = [&](auto part, auto pending, int stage, const auto& factors, auto& columns) {
+  auto add = [&](auto part, auto pending, int stage, const auto& factors) {
     constexpr int PART = decltype(part)::value, COLUMNS = PART % COLUMN_PARTS;
+    u32 slot = shared.slot(stage, Promotes::BYTES);
     wgmma_wait_group<decltype(pending)::value>();
     wgmma_done(sums[PART % BUFFERS]);
-    if constexpr (BUFFERS > 1 || !Promotes::EARLY)
-      promotion.template load<COLUMNS>(columns, shared.slot(stage, Promotes::BYTES));
-    if constexpr (PART == PARTS - 1) release(pipe.empty_barrier(stage), thread);
-    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, columns);
+    if constexpr (PART == PARTS - 1 && !Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
+    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, slot);
+    if constexpr (PART == PARTS - 1 && Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
   };
-  typename Promotes::Columns columns;
   if constexpr (BUFFERS == 1) {
     // What a part needs is waited for and read while the one before it is multiplied: between them is no more than the
     // addition, which must not take longer than the other warpgroup's part is multiplied.
@@ -64,8 +63,6 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
         constexpr int PART = decltype(part)::value;
         int stage = pipe.stage;
         issue(part);
-        if constexpr (Promotes::EARLY && (COLUMN_PARTS > 1 || PART == 0))
-          promotion.template load<PART % COLUMN_PARTS>(columns, shared.slot(stage, Promotes::BYTES));
         typename Promotes::Factors next = by;
         if constexpr (PART < PARTS - 1) {
           next = factors(Constant<PART + 1>(), stage);
@@ -78,7 +75,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
             issued();
           }
         }
-        add(part, Constant<0>(), stage, by, columns);
+        add(part, Constant<0>(), stage, by);
         by = next;
       });
       if (k == 0) begun();
@@ -97,7 +94,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
           auto by = factors(done, stage);
           issue(Constant<PART>());
           if (last) issued();
-          add(done, Constant<1>(), stage, by, columns);
+          add(done, Constant<1>(), stage, by);
         } else {
           issue(Constant<PART>());
           if (last) issued();
@@ -108,7 +105,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
         }
       });
       Constant<PARTS - 1> done;
-      add(done, Constant<0>(), before, factors(done, before), columns);
+      add(done, Constant<0>(), before, factors(done, before));
       if (k == 0) begun();
     };
     // A loop at whose end a part were still being multiplied would make the compiler wait for each wgmma.

@@ -1,12 +1,11 @@
 // Promotion (promote_never.cuh) of the sums of each block of k, as they are, or times UNIT.
 
 struct Promotion {
-  static constexpr bool EVER = true, EACH = true, EARLY = false;
+  static constexpr bool EVER = true, EACH = true, BY_COLUMN = false;
   static constexpr u32 BYTES = 0;
   static constexpr int COPIERS = 0;
 
   struct Factors {};
-  struct Columns {};
 
   template <int BLOCK, int PART>
   DEVICE Factors factors(u32) const {
@@ -14,10 +13,7 @@ struct Promotion {
   }
 
   template <int PART>
-  DEVICE void load(Columns&, u32) const {}
-
-  template <int PART>
-  DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors&, const Columns&) const {
+  DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors&, u32) const {
 #pragma unroll
     for (int i = 0; i < PART_COLUMNS / 2; ++i) accumulators[PART * (PART_COLUMNS / 2) + i] += sums[i] * UNIT;
   }
