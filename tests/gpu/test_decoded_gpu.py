@@ -30,8 +30,8 @@ CONFIGS = {  # of few rows and of many, in every way to divide k
     "pairs": {"bm": 256, "bn": 64, "bk": 64, "stages": 4, "cluster_m": 2},
     "stream": {"bm": 256, "bn": 64, "bk": 128, "stages": 3, "stream_k": True},
     "in turn": {"bm": 128, "bn": 96, "bk": 64, "stages": 5, "schedule": "pingpong"},
-    "sliced": {"bm": 128, "bn": 16, "bk": 128, "stages": 8, "schedule": "sliced", "sms": 6},
-    "sliced in four": {"bm": 128, "bn": 16, "bk": 64, "stages": 8, "schedule": "sliced"},
+    "sliced": {"bm": 128, "bn": 16, "bk": 128, "stages": 9, "schedule": "sliced", "sms": 6},
+    "sliced in four": {"bm": 128, "bn": 8, "bk": 64, "stages": 8, "schedule": "sliced"},
     "sliced in a cluster": {"bm": 128, "bn": 8, "bk": 128, "stages": 8, "schedule": "sliced", "cluster_k": 2},
 }
 

@@ -45,7 +45,7 @@ ROWS = {
     "in turns, along k": (Weights("int8", "float16", layout="nt"), {"bm": 128, "schedule": "pingpong", "bn": 8}),
     "in a cluster": (Weights("float8_e4m3fn"), {"bm": 128, "bn": 8, "cluster_n": 2}),
     "of 16 bits": (Weights("bfloat16"), {"bm": 128, "bn": 8}),
-    "shared k blocks": (Weights("int4", scale="float32"), {"bm": 128, "schedule": "sliced", "stages": 8}),
+    "shared k blocks": (Weights("int4", scale="float32"), {"bm": 128, "schedule": "sliced", "stages": 9}),
     "warps": (Weights("int4", scale="float32"), {"bm": 128, "bn": 8, "bk": 128, "schedule": "warps", "stages": 8}),
     "warps, zero points": (
         Weights("uint4", scale="float16", zeros=True),
@@ -78,10 +78,12 @@ def test_groups_of_rows(name):
 SLICED = {
     "pairs": ("uint4", {"bm": 256, "stages": 4, "cluster_k": 2}),
     "pairs, several tiles": ("int4", {"bm": 256, "stages": 4, "sms": 1}),
-    "four": ("int4", {"bm": 128, "bk": 128}),
+    "four": ("int4", {"bm": 128, "bn": 8, "bk": 128}),
+    "three": ("int4", {"bm": 128, "bk": 128, "stages": 6}),
+    "three, in a cluster": ("uint4", {"bm": 128, "stages": 6, "cluster_k": 2}),
     "four, several tiles": ("int8", {"bm": 64, "bn": 8, "sms": 1}),
-    "in parts": ("int8", {"bm": 128, "splits": 2}),
-    "in a stream": ("int4", {"bm": 128, "stream_k": True, "sms": 2}),
+    "in parts": ("int8", {"bm": 128, "splits": 2, "stages": 6}),
+    "in a stream": ("int4", {"bm": 128, "stream_k": True, "sms": 2, "stages": 6}),
     "warps": ("int4", {"bm": 128, "bn": 8, "bk": 128, "schedule": "warps"}),
     "warps, pairs": ("uint4", {"bm": 256, "bn": 8, "stages": 4, "cluster_k": 2, "schedule": "warps"}),
     "warps, several tiles": ("int4", {"bm": 256, "bn": 8, "stages": 4, "sms": 1, "schedule": "warps"}),
@@ -102,6 +104,18 @@ def test_warpgroups_that_share_k_blocks(name, seed):
     config = SWAPPED | {"schedule": "sliced", "stages": 8} | config
     got = run(cutjax.gemm, x, jax.tree.map(lambda x: x[0], w), config=config, out_dtype=jnp.float32)
     np.testing.assert_array_equal(got, x.astype(np.float32) @ wide[0])
+
+
+def test_warpgroups_that_share_k_blocks_of_two_products():
+    rng, (m, n, k) = np.random.default_rng(3), (13, 288, 576)
+    (v, wide_v), (w, wide_w) = (
+        Weights("uint4", scale="bfloat16", group=64, zeros=True).drawn(rng, 1, k, n) for _ in "vw"
+    )
+    x = rng.integers(-2, 3, (m, k)).astype(jnp.bfloat16)
+    both = jax.tree.map(lambda x: x[0], (v, w))
+    config = SWAPPED | {"bm": 128, "schedule": "sliced", "stages": 6}
+    got = run(cutjax.gemm, x, both, config=config, out_dtype=jnp.float32, epilogue=lambda a, b: a - 2 * b)
+    np.testing.assert_array_equal(got, x.astype(np.float32) @ (wide_v[0] - 2 * wide_w[0]))
 
 
 def test_halves_of_float4_are_denormals_of_bfloat16_on_the_way():
@@ -131,7 +145,8 @@ def test_warpgroups_without_a_block_of_k_begin_the_epilogue(seed):
 
 # Slices that store tiles in turn: weights, and the config.
 TURNS = {
-    "four": ("int4", {"bm": 128, "bk": 128, "stages": 8}),
+    "four": ("int4", {"bm": 128, "bn": 8, "bk": 128, "stages": 8}),
+    "three, narrow": ("int4", {"bm": 128, "bk": 128, "stages": 6}),
     "three": ("int4", {"bm": 128, "bn": 24, "stages": 6}),
     "three, wide": ("uint4", {"bm": 128, "bn": 32, "bk": 128, "stages": 6}),
     "three, bytes": ("int8", {"bm": 128, "bn": 32, "stages": 6}),

@@ -87,7 +87,7 @@ CASES = {
     "batch": (
         cutjax.gemm,
         (aval(8, 16, 4096), INT4),
-        r"sm90_bf16xs4by128bf16_nn_256x16x128_.*_sliced_swap$",
+        r"sm90_bf16xs4by128bf16_nn_128x16x128_.*_sliced_swap$",
         "",
         ["8x16x4096xbf16", "8x4096x14336xi4", "8x32x14336xbf16"],
     ),
@@ -108,7 +108,7 @@ CASES = {
     "mx": (
         cutjax.grouped_gemm,
         (aval(64, 4096), weights(jnp.float4_e2m1fn, E8M0, 32, 8, 4096, 4096), SIZES),
-        r"sm90_bf16xf4_e2m1fnby32f8_e8m0fnu_nn_256x.*_swap_groups_m$",
+        r"sm90_bf16xf4_e2m1fnby32f8_e8m0fnu_nn_128x16x128_.*_sliced_swap_groups_m$",
         "",
         ["64x4096xbf16", "8x4096x4096xf4E2M1FN", "8xi32", "8x128x4096xf8E8M0FNU"],
     ),

@@ -74,7 +74,7 @@ class Sizes:
     @functools.cached_property
     def consumers(self) -> Any:
         """Warpgroups that multiply."""
-        slices = where((self.by_warps == 0) & (self.bm == 128) & (self.bn > FEW_OF_SLICES), 3, 4)
+        slices = where((self.bm == 128) & (self.bn > FEWEST_OF_SLICES), 3, 4)
         return where(self.sliced, slices, 2 - (self.coop & (self.bm == 64)))
 
     @functools.cached_property
@@ -198,7 +198,7 @@ class Config(Sizes):
       schedule: "coop" (two warpgroups split each tile; one when bm is 64), "pingpong" (two warpgroups take
         whole tiles in turn, so that one's epilogue runs beside the other's mainloop), "sliced" (four warpgroups, each
         with up to 128 rows of the tile and every second or fourth of its k blocks: of weights that are decoded; three,
-        of 128 rows and more than 16 columns) or
+        of 128 rows and more than 8 columns) or
         "warps" (the same by mma.sync, whose warps do not wait for each other: of 8 columns).
       raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
         columns, walked row by row.
@@ -409,6 +409,7 @@ class Some(Taken, Sizes):
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
 # compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192
-MOST_BY_WARPS = 8  # columns of a tile: of 16, and of 24 and 32 by two warpgroups, they were no faster than wgmma
+MOST_BY_WARPS = 8  # columns of a tile: of 16 they were as fast as wgmma, of 24 and 32 slower
 FEW = 64  # columns of a tile, beside which a warpgroup of 128 rows decodes twice as much at once
-FEW_OF_SLICES, MOST_OF_SLICES = 16, 32  # columns of a tile whose k blocks four warpgroups share, and three
+# Columns of a tile of 128 rows whose k blocks four warpgroups share, of one of 256, and those that three share.
+FEWEST_OF_SLICES, FEW_OF_SLICES, MOST_OF_SLICES = 8, 16, 32

@@ -149,7 +149,7 @@ CONSTANTS = Constants(
     factor=0.85,
     factor_f32=2.5,
     beside=1.105,
-    sliced=0.8,  # of the same: by 0.7 one pick of ten took 1.24 times the fastest; of 8 bits .45 to .7 were equal
+    sliced=0.75,  # of the same: by 0.7 one pick of ten took 1.24 times the fastest; of 8 bits .45 to .7 were equal
     by_three=0.5,  # 3 dense products of experiments/gates-groups-h200.json, to 2%
     warps=0.6,  # of 15 kernels of experiments/decoded-again-h200.json: .81 to 1.11 of what they took
     # This and the next three: 83 float8 kernels of 11 products of experiments/fp8-promoted-h200.json, beside XLA's time

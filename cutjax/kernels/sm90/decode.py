@@ -13,7 +13,7 @@ from cutjax.kernels.arguments import Argument, Matrices, matrix_map
 from cutjax.kernels.columns import maximum, where
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90.config import Config, Sizes
+from cutjax.kernels.sm90.config import FEW_OF_SLICES, Config, Sizes
 from cutjax.kernels.sm90.operands import decoded, factors, in_bytes
 
 # Of a dtype in memory: its name in text, and the file that decodes it.
@@ -122,6 +122,13 @@ def arguments(config: Config, problem: Problem) -> Iterator[Argument]:
             value = matrix_map(buffer, kind, (problem.m // packed, rows), of, box, 0, 256)
             yield Argument(f"const __grid_constant__ TensorMap map_{name}{i}", value, "a")
             buffer += 1
+
+
+def few_columns(config: Config, problem: Problem) -> tuple[int, ...]:
+    """Returns the columns of a narrower wgmma, for tiles with no more of a group; none where it saves nothing."""
+    decoded_alone = decoded(problem.a, problem.bs[0]) and not in_bytes(problem.a, problem.bs[0])
+    few = decoded_alone and problem.divided == "n" and config.sliced and not config.by_warps
+    return (FEW_OF_SLICES,) if few and config.bn > FEW_OF_SLICES else ()
 
 
 def multiply(config: Config, problem: Problem) -> list[str]:

@@ -150,6 +150,9 @@ OVER_AVERAGE = 1.25
 # How much of the time of an epilogue's instructions is left beside float8, whose sums are promoted: of rows' scales,
 # three products of experiments/fp8-promoted-h200.json.
 FUSED_FLOAT8 = 0.3
+# What three warpgroups save of decoding of several products, of what they save of one's: 5 kernels of
+# experiments/decoded-by-three-h200.json.
+OF_SEVERAL = 0.46
 # How many times as long as by words of 4 bytes threads store results of 16 bits one by one: their rows are odd. Of five
 # products of report12-17.
 PAIRLESS = 1.6
@@ -253,7 +256,7 @@ def _of_config(kernel: Resolved, device: Device) -> dict[str, Any]:
         "factors": decode.factor_kind(c, p),
         "rescaled": decode.rescaled(c, p),
         "sliced": c.sliced & (c.by_warps == 0) & (c.consumers == 4),
-        "by_three": c.sliced & (c.consumers == 3),
+        "by_three": (c.sliced & (c.consumers == 3)) * (OF_SEVERAL if of_a > 1 else 1),
         "by_warps": c.by_warps,
         "promoted": kernel.way.each,
         "scaled": kernel.way.each and scales.scaled(p),

@@ -52,10 +52,11 @@ SWAPPED_TILES = {
     ("coop", 128): (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256),
     ("coop", 256): (64, 80, 96, 112, 128, 144, 160, 176, 192),
 }
-# Of weights that are decoded beside few rows, by four warpgroups. Beside 64 rows they took 1.4 times as long.
+# Of weights that are decoded beside few rows, by three or four warpgroups. Beside 64 rows they took 1.4 times as long.
 SLICED_TILES = {("sliced", 64): (8, 16), ("sliced", 128): (8, 16), ("sliced", 256): (8, 16)}
 # Of those in 4 bits, by three, beside as many rows. Of 8 bits two took as long (experiments/gates-groups-h200.json).
 OF_THREE = 24, MOST_OF_SLICES
+DEEPEST_OF_THREE = 12  # stages: 9 were as fast, more were not timed
 # The same by mma.sync, of weights in 4 bits beside as few rows as a tile has: of 16, two tiles took 1.15 times as long.
 WARPS_TILES = {("warps", 128): (8,), ("warps", 256): (8,)}
 TILES_BY_NAME = {"plain": TILES, "symmetric": SYMMETRIC_TILES, "promoted": PROMOTED_TILES, "swapped": SWAPPED_TILES}
@@ -233,6 +234,7 @@ def _staged(whole: Configs, ways: _Ways | None, kind: Facts, k: int) -> Configs:
     most = where(whole.sliced, 16, 8) if kind.problem.groups or kind.problem.symmetric else 16
     stages = _stages(kind, footprint(kind, whole), whole.depth(kind.problem), k, most)
     stages = minimum(maximum(stages * whole.stages // STREAM_DEPTHS[0], minimum(stages, 3)), most)
+    stages = where(whole.consumers == 3, minimum(stages, DEEPEST_OF_THREE), stages)
     stages = maximum(stages - stages % whole.slice_groups, 2 * whole.slice_groups)
     return ways.table.deep(stages[ways.of]) if ways else whole.deep(stages)
 
@@ -346,9 +348,11 @@ def _divided(problem: Problem, whole: Configs, k_blocks: np.ndarray) -> tuple[_W
     streams = deep & (idle > LEAST_IDLE) & (waves > 0.3) & (k_blocks >= 16)
     # Of decoded weights parts through memory took 1.1 to 1.3 times as long as whole tiles, or clusters that share k.
     streams &= not (problem.groups or device.shared or operands.decoded(problem.a, problem.bs[0]))
-    whole_k = whole.sliced & (whole.consumers == 3)  # none has run on a device in parts
+    whole_k = whole.sliced & (whole.bn > FEW_OF_SLICES)  # none has run on a device in parts
     parts = deep * (whole_k == 0) * (k_blocks // LEAST_K_BLOCKS)
-    most, least = np.minimum(parts, sms * 17 // 16 // tiles), 8
+    # Of fewer parts those of three warpgroups beside 16 rows alone were timed: 0.89 to 0.96 of 8 parts of taller tiles.
+    few = (whole.consumers == 3) & (problem.n <= FEW_OF_SLICES)
+    most, least = np.minimum(parts, sms * 17 // 16 // tiles), where(few, 4, 8)
     if windows.view_of(problem):
         # Windows of weight gradients are many more than they have elements: every SM wants a part, and parts are small.
         fill = [np.minimum(np.minimum(x, parts), 128) for x in (most, sms // tiles)]

@@ -93,7 +93,9 @@ def checks(
             lambda: 'schedule="sliced": it hides the latencies of decoding weights',
         )
         yield (
-            config.sliced & (config.consumers == 4) & operands.in_bytes(problem.a, problem.bs[0]),
+            config.sliced
+            & ((config.consumers == 4) | (config.bn <= FEW_OF_SLICES))
+            & operands.in_bytes(problem.a, problem.bs[0]),
             lambda: (
                 f'schedule="{config.schedule}" of {config.bm}x{config.bn} beside float8: three warpgroups have the '
                 f"registers, of 128 rows and more than {FEW_OF_SLICES} columns"
@@ -111,7 +113,8 @@ def checks(
             config.sliced
             & (
                 prologue.is_in(problem)
-                | (config.by_warps == 0) & (products > 1 or ((problem.groups is not None) & (config.bm == 256)))
+                | (config.by_warps == 0) & (products > 1) & ((config.consumers != 3) | (problem.groups is not None))
+                | (config.by_warps == 0) & (config.bm == 256) & (problem.groups is not None)
             ),
             lambda: (
                 'schedule="sliced" of several products, with a prologue, or of 256 rows in groups: warpgroups have too '

@@ -43,6 +43,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     # Of other epilogues the text is the same whatever the sizes are, so that a kernel is compiled once.
     whole = bool(kernel.staging.reductions) and kernel.phases is None and not problem.symmetric
     a_stays, b_stays = kernel.stays
+    few = decode.few_columns(config, problem)
     constants = {
         "BM": config.bm,
         "BN": config.bn,
@@ -52,6 +53,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "FACTOR_BYTES": decode.factor_bytes(config, problem),
         "SLICES": config.slices(problem),
         "UNIT": decode.unit(problem) if operands.in_bytes(problem.a, problem.bs[0]) else 1,
+        "FEW_COLUMNS": min(few, default=config.bn),
         "WARP_ROWS": 32 if decoded and problem.a.bits == 4 else 16,
         "TERMS": way.terms,
         "PAIRS": len(way.pairs),
@@ -134,13 +136,16 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"{scheduler}_scheduler.cuh",
-            wgmma(
-                config.bn * problem.beside[1] // parts.columns,
-                problem.bs[0].dtype if decoded else problem.a.dtype,
-                problem.bs[0].dtype,
-                a_k_major,
-                b_k_major,
-                bool(decoded),
+            *(
+                wgmma(
+                    columns,
+                    problem.bs[0].dtype if decoded else problem.a.dtype,
+                    problem.bs[0].dtype,
+                    a_k_major,
+                    b_k_major,
+                    bool(decoded),
+                )
+                for columns in dict.fromkeys((config.bn * problem.beside[1] // parts.columns, *few))
             ),
             "sm90/tiles.cuh",
             "sm90/clear.cuh",

@@ -155,6 +155,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
         drain<1>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier, begun,
                  issued);
+      } else if (FEW_COLUMNS < BN && work.columns <= FEW_COLUMNS) {
+        drain<M_BLOCKS, FEW_COLUMNS>(accumulators, promotion, changes, pipe, shared, first_row, work, thread,
+                                     epilogue.barrier, begun, issued);
       } else {
         drain<M_BLOCKS>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier,
                         begun, issued);

@@ -1,9 +1,9 @@
 // Drains the pipeline (tiles.cuh): a multiply_*.cuh does so for some k blocks, and drain_each.cuh where the sums of
 // each are promoted.
 
-// One warpgroup: accumulators, over all k blocks and pairs of terms. Where sums are promoted, accumulators are sums of
-// sums.
-template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
+// One warpgroup: accumulators, over all k blocks and pairs of terms, of the tile's first COLUMNS. Where sums are
+// promoted, accumulators are sums of sums.
+template <int BLOCKS, int COLUMNS = BN, typename Promotes, typename Begun, typename Issued>
 DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Changes& changes, Pipeline& pipe, SharedTiles shared,
                   int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   static_assert(Promotes::EVER || PAIRS == 1);
@@ -11,6 +11,10 @@ DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Changes& chan
   static_assert(!Changes::EVER || !Promotes::EVER);
   if constexpr (Promotes::EACH) {
     drain_each<BLOCKS>(accumulators, promotion, pipe, shared, row, work, thread, barrier, begun, issued);
+  } else if constexpr (COLUMNS < BN) {
+    static_assert(!Promotes::EVER);
+    multiply<BLOCKS, COLUMNS>(accumulators, changes, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun,
+                              issued);
   } else if constexpr (!Promotes::EVER) {
     multiply<BLOCKS>(accumulators, changes, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun, issued);
   } else {

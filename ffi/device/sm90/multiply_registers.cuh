@@ -1,11 +1,13 @@
 // Multiplies what the pipeline (tiles.cuh) holds by wgmma, A from registers, where its elements are decoded
 // (weights.cuh): while the tensor cores multiply a step of SLICES, the next one is decoded to other registers.
 
-// One warpgroup: what multiply in multiply.cuh computes, of the k blocks of its group (sliced.cuh).
-template <int BLOCKS, typename Begun, typename Issued>
+// One warpgroup: what multiply in multiply.cuh computes, of the k blocks of its group (sliced.cuh). Sums of columns
+// beyond COLUMNS are zero.
+template <int BLOCKS, int COLUMNS = BN, typename Begun, typename Issued>
 DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, SharedTiles shared, int row, const Work&, int,
                      int k_blocks, int thread, int barrier, Begun begun, Issued issued) {
   static_assert(SLICED == 1 || !Changes::EVER);
+  using ProductSums = Acc[B_MATRICES * COLUMNS / 2];  // of a block of 64 rows, by one A
   Weights<A_K_MAJOR> weights(row, thread);
   Words words;
   Factors factors[A_MATRICES], of_sums[A_MATRICES];
@@ -63,7 +65,7 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
       weights.get(fragments, words, factors[(step + 1) % STEPS % A_MATRICES]);
       if (BY_SUMS && step % SHARING == SHARING - 1) {
         wgmma_wait_group<0>();
-        add_scaled<BLOCKS>(sums, parts, of_sums);
+        add_scaled<BLOCKS, COLUMNS>(sums, parts, of_sums);
       }
     }
     previous = empty;

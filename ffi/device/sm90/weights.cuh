@@ -32,8 +32,7 @@ struct Factors {  // of a lane's rows, and what is subtracted before
   u32 by[M_BLOCKS][2], less[M_BLOCKS][2];
 };
 
-using ProductSums = Acc[B_MATRICES * BN / 2];  // of a block of 64 rows, by one A
-using Fragments = u32[M_BLOCKS][SLICES][4];    // what wgmma takes
+using Fragments = u32[M_BLOCKS][SLICES][4];  // what wgmma takes
 
 template <bool K_MAJOR>
 struct Weights {
@@ -125,13 +124,14 @@ struct Weights<false> {
 };
 
 // Adds sums of a k that share factors, times these.
-template <int BLOCKS>
+template <int BLOCKS, int COLUMNS = BN>
 DEVICE void add_scaled(Accumulators& sums, Accumulators& parts, const Factors (&factors)[A_MATRICES]) {
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block) {
     wgmma_done(parts[block]);
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) {
+      if (i % (B_MATRICES * BN / 2) >= B_MATRICES * COLUMNS / 2) continue;
       float by = factor_of(factors[i / (B_MATRICES * BN / 2)].by[block][i / 2 % 2]);
       sums[block][i] = __fmaf_rn(parts[block][i], by, sums[block][i]);
     }
