@@ -68,6 +68,9 @@ PLAIN = {
     # in the median, of 164 above 1.03. These two terms are as large as left no more of them slower.
     "divides": -0.05,
     "whole": 0.03,
+    # Of 52 products XLA took 1.05 of our time (0.97 to 1.18; experiments/uneven-rows-h200.json), where those of even
+    # rows took 1.0.
+    "uneven": 0.085,
 }
 # The same of batched products: 304 of attention (sweeps/attention-h200.json), to the fifth in which XLA is fastest.
 BATCHED = {
@@ -81,6 +84,7 @@ BATCHED = {
     "long": -0.0367,
     # Scores of which no operand has rows of whole lines: of 24 below 16 us it took 1.17 of what was told without, of 30
     # above 20 us 0.99 (medians); of five from 15 to 18 us 0.97 of what was told as if the two met at 16 us, not at 12.
+    # Where rows are whole half lines, it took 0.87 to 1.3 of our kernels' time, from run to run, of three below 6 us.
     "off_lines": 0.1,
     "padded_short": -0.2,  # of 7 decoding values of 197 positions XLA took 0.6 to 1.0 of what was told without
     "walked": 0.18,  # 14 more of attention, in an order of memory of their own: experiments/strided-h200.json
@@ -215,6 +219,7 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
     multiplies = flop_us / (flop_us + byte_us)
     few, deep = max(0.0, math.log2(device.sms / _tiles(p))), max(0.0, math.log2(p.k / 4096))
     pitch = sum(p.a.bytes(row) % 128 != 0 for row in _rows(p))
+    off = 1.0 if any(p.a.bytes(row) % 64 for row in _rows(p)) else 0.2
     divides = _within(math.log2(p.k / 3072) / math.log2(4096 / 3072))
     true = {
         "always": 1,
@@ -235,8 +240,9 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
         "multiplies": multiplies,
         "divides": _within(few) * divides,
         "whole": _within(math.log2(p.k / _tiles(p)) - 3.5) * (1 - divides),
+        "uneven": _uneven(p, device),
         "pitch": pitch,
-        "off_lines": (pitch == 2 and not copied and not p.strided) * max(-1.0, min(1.0, math.log2(12 / ours))),
+        "off_lines": (pitch == 2 and not copied and not p.strided) * max(-1.0, min(off, math.log2(12 / ours))),
         "long": math.log2(ours),
         "padded_short": (len(copied) > 0 and p.m <= _FEW) * max(0.0, math.log2(512 / p.k)),
         "walked": len(copied) > 0 and p.strided,
@@ -246,6 +252,14 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
     if p.batch_size > 1 and not odd:
         fitted_us = min(fitted_us, _moving_us(p, bool(copied), byte_us))
     return max(fitted_us, passing_us(p, READ_SHARE, WRITE_SHARE)) + _transposes_us(p, device)
+
+
+def _uneven(p: Problem, device: Device) -> float:
+    """Returns 0 of even rows, multiples of 64, and up to 1.5 of others, the more the longer and shallower they are."""
+    if p.m % 64 == 0 or min(p.m, p.n) < 1024:  # narrower ones were not measured
+        return 0.0
+    long, shallow = _within(math.log2(_tiles(p) / device.sms) - 2), _within(math.log2(4096 / p.k))
+    return long * (shallow + _within(math.log2(1024 / p.k)) / 2)
 
 
 # Batched products that do little but read or write (sweeps/auto-again-h200.json). Where decoding has rows that are no

@@ -453,6 +453,48 @@ def test_the_time_of_xlas_float8_products(m, n, k, measured_us):
     assert 0.95 * min(measured_us) < us < 1.03 * max(measured_us)
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "layout", "served"),
+    [
+        (51688, 3072, 1024, "nt", True),
+        (45321, 4096, 1024, "nn", True),
+        (12912, 12288, 256, "nt", True),
+        (14664, 6144, 768, "tn", True),
+        (51712, 3072, 1024, "nt", False),
+        (51688, 4096, 4096, "nt", False),
+        (680, 3072, 1024, "nt", False),
+    ],
+)
+def test_kernels_run_long_shallow_products_of_uneven_rows(rows, n, k, layout, served):
+    """There XLA's tiles cost it 1 to 10%; of rows that tiles divide, and deeper, neither is surely faster."""
+    with cutjax.use_tuning(None):
+        assert choose.choose(cutjax.Problem.of(rows, n, k, layout)).served == served
+
+
+def test_kernels_are_faster_of_uneven_rows():
+    """Not a benchmark: the times are data."""
+    recorded = json.loads((RESULTS / "experiments" / "uneven-rows-h200.json").read_text())
+    ratios = []
+    for row in recorded["rows"]:
+        sizes, layout, *dtype = row["case"].split()
+        m, n, k = map(int, sizes.split("x"))
+        operand = np.dtype(dtype[0]) if dtype else BF16
+        problem = cutjax.Problem.of(m, n, k, layout, operand, operand)
+        with cutjax.use_tuning(None):
+            if choose.choose(problem).served:
+                ratios.append(row["us"]["xla"] / row["us"]["config 0"])
+    assert len(ratios) == 52
+    assert np.exp(np.mean(np.log(ratios))) > 1.04
+    assert min(ratios) > 0.97
+
+
+@pytest.mark.parametrize(("matrices", "size", "served"), [(128, 128, False), (32, 512, True)])
+def test_short_scores_of_half_lines_are_left_to_xla(matrices, size, served):
+    batch = dict.fromkeys(("batch", "a_batch", "b_batch"), (matrices,))
+    with cutjax.use_tuning(None):
+        assert choose.choose(cutjax.Problem.of(size, size, 96, "nt", **batch)).served == served
+
+
 def test_results_that_pass_l2_leave_it_first():
     """8192 cubed took 0.991 of the time so; an up-convolution's gradient 1.03."""
     first = [choose.choose(cutjax.Problem.of(m, m, m), backend="cuda").config.evict_first for m in (4096, 8192)]
