@@ -44,6 +44,14 @@ CASES = {
         Item("bf16", "rows", "nt", 264, 136, 72, "largest of rows", seed=1),
         Config(256, 64, 64, 3),
     ),
+    "groups of rows that few of a pair have": (
+        Item("bf16", "rows", "nt", 264, 136, 72, "of rows", seed=1),
+        Config(128, 64, 64, 3, cluster_m=2),
+    ),
+    "groups of rows, of wide tiles": (
+        Item("bf16", "rows", "nt", 264, 200, 136, seed=2),
+        Config(128, 192, 64, 3, schedule="pingpong"),
+    ),
     "groups of k": (Item("bf16", "k", "tn", 64, 72, 136), Config(64, 64, 64, 4)),
     "registers": (Item("bf16xs8", "dense", "nt", 16, 128, 136), Config(128, 16, 64, 3, swap=True)),
     "float8": (Item("f8_e4m3fn", "dense", "nt", 72, 64, 144, "sums"), Config(64, 64, 64, 3)),

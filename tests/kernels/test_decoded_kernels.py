@@ -74,7 +74,7 @@ static void thread() {
   Pipeline pipe{STAGES * STAGE_BYTES, STAGES * STAGE_BYTES + STAGES * 8, 0, 0};
   int warpgroup = threadIdx.x / 128, row = warpgroup * ROWS_PER_CONSUMER, t = threadIdx.x % 128;
   Changes changes{Told{}};
-  multiply<M_BLOCKS>(sums, changes, pipe, SharedTiles{0}, row, Work{}, 0, STAGES, t, 0, [] {}, [] {});
+  multiply(sums, changes, pipe, SharedTiles{0}, row, Work{}, 0, STAGES, t, 0, [] {}, [] {});
   constexpr int COLUMNS = PRODUCTS * BN;
   for (int i = 0; i < M_BLOCKS * COLUMNS / 2; ++i) {
     int j = i % (COLUMNS / 2), at = row + i / (COLUMNS / 2) * 64 + t / 32 * 16 + t % 32 / 4 + j / 2 % 2 * 8;

@@ -24,10 +24,6 @@ from cutjax.kernels.sums import summands
 # Of several products of one a in groups of k, beside one; and what tiles of 64 rows take less of sums so deep or deeper
 # (benchmarks/results/experiments/sums-h200.json).
 SEVERAL, SHORT_OF_SUMS, DEEP_SUM = 0.94, 0.07, 2048
-# Of groups of so many rows and so deep a contraction, whose blocks drift apart and read what they share again, kernels
-# are ranked by what their bytes take through L2: three of 11 to 30 ms became 1.06 to 1.19 times as fast. Where k is
-# 4096 to 14336 some became faster and some slower (sweeps/experts-h200.json).
-MANY_ROWS, DEEP_GROUPS = 1024, 16384
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 # Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
 SHARED_BYTES_PER_US, ADDED_BYTES_PER_US = 1e6, 3.5e6
@@ -47,14 +43,11 @@ class _Fit:
       twins, short: what two blocks on an SM, and tiles of 64 rows, add to the time of memory.
       last: how much of a tile the last one of a group takes more than its share, where rows have groups.
       tall: what each doubling of a tile's rows adds, where groups have few: fewer tiles then read the same weights.
-      drift: how many times as much that is with each doubling of the contraction over 2048, where groups have next to
-        none: their last tiles are short, so blocks drift apart, and read the weights again.
       scale: of the whole.
       rows: whether loads count as rows of 128 bytes: shorter ones as whole ones, those off the lines of memory as two.
       tile: microseconds that storing 128 x 256 accumulators as they are takes.
       halves: the part of a last tile's epilogue that is left where two warpgroups share it.
-      few: rows of a group of which pairs of tiles along n save half of what they share.
-      paired: microseconds of a k block that such a pair costs.
+      paired: microseconds of a k block that a pair of tiles costs.
       behind, awaited: how much less of an epilogue is hidden beside two staging buffers than beside more, and how much
         less still where it loads operands.
     """
@@ -74,26 +67,21 @@ class _Fit:
     rows: bool = False
     tile: float = 2
     halves: float = 1
-    few: float = 0
     paired: float = 0
     behind: float = 0
     awaited: float = 0
-    drift: float = 0
 
 
 _FITS = {
-    # "m" also to 16 products of four layers of experts (benchmarks/results/sweeps/moe-h200.json), and drift to 40 that
-    # a salt drew of models (benchmarks/results/sweeps/experts-h200.json).
+    # "m" to 63 products, of two salts of models, of blocks in step: benchmarks/results/sweeps, grouped and experts.
     "m": _Fit(
-        *(110, 1, 2, 0.11, 0.243, 1.9, 1.7, 0.12, 0.02),
-        last=0.19,
-        tall=0.25,
-        scale=0.86,
-        few=235,
-        paired=0.018,
+        *(98, 0, 2.02, 0.094, 0.614, 0, 1.96, 0, -0.15),
+        last=0.47,
+        tall=0.029,
+        scale=0.796,
+        paired=0.0625,
         behind=0.22,
         awaited=0.12,
-        drift=0.5,
     ),
     "k": _Fit(74, 0, 1.33, 0.2, 0.223, 1.6, 2, 0.04, -0.02, scale=0.67),
     # On an H200, 50 problems of 20 to 30 configs each: picks are 1% slower than the fastest, give or take the order.
@@ -122,12 +110,11 @@ def predict(kernel: Resolved, device: Device) -> Any:
         return maximum(us, windows_cost.reread_us(kernel, device))
     fit, sms = _FITS["symmetric" if p.symmetric else p.divided], device.sms
     resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
-    items, k, filled = 1.0 * (kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0
-    if p.divided == "m":  # a group's last tile is half full; of it, blocks of 64 rows without any are skipped
+    items, k = 1.0 * (kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k)
+    if p.divided == "m":  # a group's last tile is half full
         groups = p.groups_along("m")
         average, height = p.m / groups, c.bm * c.cluster_m
         rows = groups * maximum(1.0, average / height + fit.last)
-        filled = groups * max(1.0, average / 64 + 0.5) * 64 / (rows * height)
         items = rows * tiles * p.batch_size
     elif p.divided == "k":
         groups = p.groups_along("k")
@@ -149,21 +136,16 @@ def predict(kernel: Resolved, device: Device) -> Any:
     narrow = (c.bn % 64 != 0) & (p.bs[0].contiguous == "mn")  # narrower swizzle, so more bank conflicts
     cycles_share = cycles_share + fit.narrow * narrow
     flop_us = dense_cost.flop_us(p, kernel.stored, kernel.way, device)
-    multiply = sharing * cycles_share * 2 * c.bm * columns * c.bk / flop_us * filled
+    multiply = sharing * cycles_share * 2 * c.bm * columns * c.bk / flop_us
     a_rows, b_rows = _short_rows(kernel) if fit.rows else (1, 1)
     saved = a_rows * c.bm * (c.cluster_n - 1) / c.cluster_n + b_rows * columns * (c.cluster_m - 1) / c.cluster_m
     loaded = (a_rows * c.bm + b_rows * columns) * c.bk * 2
-    if p.divided == "m":
-        # Of pairs along m the other tile may be beyond the group. Along n those of float8 lost 4%, and those of 64 rows
-        # 10 to 80% (experiments/grouped-gated-h200.json).
-        pays = 0 if kernel.way.each else (c.bm > 64) * average / (average + fit.few)
-        saved = c.bm * (c.cluster_n - 1) / c.cluster_n * pays
     load = sharing * (loaded - fit.shared * saved * c.bk * 2) / (fit.load * 1e3)
     both = maximum(multiply, load)
     if fit.blend != math.inf:
         both = (multiply**fit.blend + load**fit.blend) ** (1 / fit.blend)
     refill = (fit.latency + multiply) / c.stages  # a stage's load, and its turn to be read
-    mainloop = k_blocks * (maximum(both, refill) + fit.paired * (c.cluster_n - 1))
+    mainloop = k_blocks * (maximum(both, refill) + fit.paired * (c.cluster > c.cluster_k))
 
     tile_us = fit.tile + (0.0 if p.plain or (p.divided == "k" and p.epilogue.identities) else 4.0)
     epilogue = sharing * (0.22 + tile_us * c.bm * columns * c.epilogue_columns / c.bn / 32768)
@@ -178,8 +160,7 @@ def predict(kernel: Resolved, device: Device) -> Any:
     exchange = 2 + (c.cluster_k - 1) / c.cluster_k * 4 * c.bm * columns / SHARED_BYTES_PER_US
     compute = compute + (c.cluster_k > 1) * (waves * exchange)
     if p.divided == "m":
-        deep = 1 + fit.drift * max(0.0, math.log2(p.k / 2048)) * max(0.0, 1 - average / 1024)
-        compute = compute * (1 + fit.tall * deep * log2(c.bm * c.cluster_m / 64) / (1 + average / 512))
+        compute = compute * (1 + fit.tall * log2(c.bm * c.cluster_m / 64) / (1 + average / 512))
 
     ragged = where(c.bn * p.out_dtype.itemsize % 128 != 0, 1.1, 1.0)  # stores of less than a cache line
     speed = device.bytes_per_second / dense_cost.FITTED_ON.bytes_per_second
@@ -204,7 +185,7 @@ def times(kernel: Resolved, device: Device) -> tuple[Any, Any, Any]:
     That is their corrected times, and what their bytes take through L2 alone; 0 where they are not ranked by it.
     """
     if not residual.serves(kernel, device):
-        return (us := predict(kernel, device)), us, _l2_us(kernel, us)
+        return (us := predict(kernel, device)), us, 0 * us
     features = dense_cost.Features._make(map(floats, dense_cost.features(kernel, device)))  # converted once, for all
     costs = dense_cost.costs(features)
     return costs.whole, costs.whole * residual.factor(residual.product(kernel), features, costs), costs.l2
@@ -228,9 +209,8 @@ def of_columns(
     """
     dense = [x for x in fixed if x]
     if len(dense) < len(kernels):
-        us = [predict(kernel, device) for kernel in kernels]
-        l2_us = [_l2_us(kernel, of) for kernel, of in zip(kernels, us, strict=True)]
-        return np.concatenate(us), np.concatenate(l2_us), np.ones_like
+        us = np.concatenate([predict(kernel, device) for kernel in kernels])
+        return us, 0 * us, np.ones_like
     features = dense_cost.joined(kernels, dense, device)
     costs = dense_cost.costs(features)
     if not residual.serves(kernels[0], device):
@@ -239,18 +219,6 @@ def of_columns(
     product = residual.Product(*dense_cost.spread([*map(residual.product, kernels)], counts))
     values = residual.values(product, features, costs)
     return costs.whole, costs.l2, lambda rows: residual.factors(values[:, rows])
-
-
-def _l2_us(kernel: Resolved, us: Any) -> Any:
-    """Returns the time of the bytes through L2 of kernels of deep groups of many rows; 0 of others, told their times.
-
-    Full tiles are counted: those of a pair that are beyond its group load nothing.
-    """
-    c, p = kernel.config, kernel.multiplied
-    if p.divided != "m" or p.k < DEEP_GROUPS or p.m < MANY_ROWS * p.groups_along("m"):
-        return 0 * us
-    rows_and_columns = (c.bm / c.cluster_n + c.bn * p.products / c.cluster_m) / (c.bm * c.bn * p.products)
-    return p.a.bytes(p.flops) / 2 * rows_and_columns / (CONSTANTS.l2 * 1e3)
 
 
 def is_dense(kernel: Resolved) -> bool:

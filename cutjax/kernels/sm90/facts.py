@@ -124,7 +124,7 @@ class Facts:
             alone = (config.coop == 0) & (config.cluster == 1)
             if self.way.each:
                 return widest
-            return 160 if problem.divided == "m" else where(alone, widest, 160) if problem.groups else widest
+            return where(alone, widest, 160) if problem.divided == "k" else widest
         # Where TMA cannot load an operand, its elements have addresses of their own.
         apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
         if self.staging.reductions:

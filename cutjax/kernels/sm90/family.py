@@ -78,7 +78,7 @@ LEAST_K_BLOCKS = 4  # of a part
 LEAST_IDLE = 0.06  # of the time of all SMs, where tiles in parts may pay
 # Long products are limited by power, and bytes through L2 take some: of kernels that are predicted this near to the
 # first, the one of the fewest is taken. In bursts picks of 137 held products over 100 us became 0.2% better by it.
-RANKED_BY_L2_US, NEAR, NEAR_OF_GROUPS = 100.0, 0.01, 0.04
+RANKED_BY_L2_US, NEAR = 100.0, 0.01
 # Of this times the least are those that factors and the above may make the first.
 FURTHEST = (1 + residual.MOST) / (1 - residual.MOST) * (1 + 2 * NEAR)
 # Of "bd": b, which each band of tiles reads once, and results leave L2 first where they pass it twice. Of results, 8192
@@ -139,7 +139,7 @@ def prices(problem: Problem) -> Prices:
     new = np.repeat([bool(kernel.unmeasured(facts.problem)) for facts, _ in sides], [len(served) for served in found])
 
     def ranked_us(rows: np.ndarray) -> np.ndarray:
-        return _least_l2(us[rows] * factors(rows), l2_us[rows], NEAR_OF_GROUPS if problem.groups else NEAR)
+        return _least_l2(us[rows] * factors(rows), l2_us[rows])
 
     def config(i: int) -> Config:
         for side, served in zip(sides, found, strict=True):
@@ -156,12 +156,12 @@ def prices(problem: Problem) -> Prices:
     return Prices(us, near, ranked_us, config, rows, new)
 
 
-def _least_l2(us: np.ndarray, l2_us: np.ndarray, share: float = NEAR) -> np.ndarray:
+def _least_l2(us: np.ndarray, l2_us: np.ndarray) -> np.ndarray:
     """Returns the times by which long kernels are ranked: those near to the first by their bytes through L2."""
     if not len(us) or (best := us.min()) < RANKED_BY_L2_US or not l2_us.any():
         return us
-    near = us <= best * (1 + share)
-    return np.where(near, best * (1 + share * l2_us / l2_us[near].max()), us)
+    near = us <= best * (1 + NEAR)
+    return np.where(near, best * (1 + NEAR * l2_us / l2_us[near].max()), us)
 
 
 def _made(facts: Facts, shipped: Some, row: int) -> Config:

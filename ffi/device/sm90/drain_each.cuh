@@ -4,15 +4,15 @@
 // rows and PART_COLUMNS, one after the other. With two SUM_BUFFERS a part is added while the next is multiplied; with
 // one, while another warpgroup multiplies, and tiles may be larger. Of slices (sliced.cuh) each has k blocks of its
 // own.
-template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
+template <typename Promotes, typename Begun, typename Issued>
 DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pipeline& all, SharedTiles shared,
                        int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
-  constexpr int PARTS = BLOCKS * COLUMN_PARTS, BUFFERS = PARTS < SUM_BUFFERS ? PARTS : SUM_BUFFERS;
+  constexpr int PARTS = M_BLOCKS * COLUMN_PARTS, BUFFERS = PARTS < SUM_BUFFERS ? PARTS : SUM_BUFFERS;
   constexpr int SLICES_OF_STAGE = BK * B_BITS / 256;
   static_assert(BUFFERS <= 2 && PARTS % BUFFERS == 0 && PAIRS == 1);
   PartSums sums[BUFFERS] = {};
 #pragma unroll
-  for (int block = 0; block < BLOCKS; ++block)
+  for (int block = 0; block < M_BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
   Pipeline pipe = all;

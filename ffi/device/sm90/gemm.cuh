@@ -11,6 +11,8 @@
 // STREAM_K: tiles of what would be an unfilled last wave are computed in parts (stream_scheduler.cuh).
 // CLUSTER_K CTAs that share a tile, and splits, divide the contraction (cluster_sum.cuh): such a CTA has one tile.
 // RAGGED_M, RAGGED_N, RAGGED_K: the rows, the columns or the contraction are divided in groups (group_scheduler.cuh).
+// A tile takes as long whatever part of it is its group's: blocks are at the same k at the same time, and find in L2
+// what others have read. One that left out rows that are not would be ahead of the others for all that is left to do.
 //
 // PARAMETERS and what is made of them: cutjax/kernels/sm90/arguments.py.
 //
@@ -127,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       }
       BatchIndex i(work.batch, batch1, batch2);
       int rows = work.rows - first_row;  // this warpgroup's, which may be none
-      bool none = (RAGGED_M || RAGGED_N) && (work.k_blocks == 0 || (RAGGED_M ? rows : work.columns) <= 0);
+      bool none = (RAGGED_M || RAGGED_N) && (work.k_blocks == 0 || (RAGGED_M ? work.rows : work.columns) <= 0);
       if (!none) changes.begin(work, first_row, thread);
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
       bool last = stores_tile(consumer / STORERS, pipe.tiles);  // takes the sums of all slices
@@ -152,15 +154,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         }
         continue;
       }
-      if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
-        drain<1>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier, begun,
-                 issued);
-      } else if (FEW_COLUMNS < BN && work.columns <= FEW_COLUMNS) {
-        drain<M_BLOCKS, FEW_COLUMNS>(accumulators, promotion, changes, pipe, shared, first_row, work, thread,
-                                     epilogue.barrier, begun, issued);
+      if (FEW_COLUMNS < BN && work.columns <= FEW_COLUMNS) {
+        drain<FEW_COLUMNS>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier,
+                           begun, issued);
       } else {
-        drain<M_BLOCKS>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier,
-                        begun, issued);
+        drain(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
       }
       if constexpr (PING_PONG && EVEN_DEPTH) pipe.advance(k_blocks);
       if (SLICED > 1 && !last) {

@@ -3,24 +3,23 @@
 
 // One warpgroup: accumulators, over all k blocks and pairs of terms, of the tile's first COLUMNS. Where sums are
 // promoted, accumulators are sums of sums.
-template <int BLOCKS, int COLUMNS = BN, typename Promotes, typename Begun, typename Issued>
+template <int COLUMNS = BN, typename Promotes, typename Begun, typename Issued>
 DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Changes& changes, Pipeline& pipe, SharedTiles shared,
                   int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   static_assert(Promotes::EVER || PAIRS == 1);
   if constexpr (Promotes::BYTES > 0) promotion.begin(work, row, thread);
   static_assert(!Changes::EVER || !Promotes::EVER);
   if constexpr (Promotes::EACH) {
-    drain_each<BLOCKS>(accumulators, promotion, pipe, shared, row, work, thread, barrier, begun, issued);
+    drain_each(accumulators, promotion, pipe, shared, row, work, thread, barrier, begun, issued);
   } else if constexpr (COLUMNS < BN) {
     static_assert(!Promotes::EVER);
-    multiply<BLOCKS, COLUMNS>(accumulators, changes, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun,
-                              issued);
+    multiply<COLUMNS>(accumulators, changes, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun, issued);
   } else if constexpr (!Promotes::EVER) {
-    multiply<BLOCKS>(accumulators, changes, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun, issued);
+    multiply(accumulators, changes, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun, issued);
   } else {
     Accumulators sums = {};  // undefined, few of them would be moved between wgmmas, which then wait for each other
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block)
+    for (int block = 0; block < M_BLOCKS; ++block)
 #pragma unroll
       for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
     if (PHASED && work.k_blocks == 0) issued();
@@ -34,8 +33,8 @@ DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Changes& chan
       auto issued_once = [&] {
         if (k + count == k_blocks) issued();
       };
-      multiply<BLOCKS>(sums, changes, pipe, shared, row, work, k, count, thread, barrier, begun_once, issued_once);
-      promotion.template add<BLOCKS>(accumulators, sums, k);
+      multiply(sums, changes, pipe, shared, row, work, k, count, thread, barrier, begun_once, issued_once);
+      promotion.add(accumulators, sums, k);
     }
   }
 }

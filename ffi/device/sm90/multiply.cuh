@@ -24,10 +24,10 @@ struct StageOfA {
   DEVICE static void finish(Accumulators&) {}
 };
 
-// One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, or of the first BLOCKS of them,
-// over `count` of its k blocks, from `first` on; of none, which a phase without taps has, sums are undefined. `begun`
-// is called early, beside the first of them, `issued` when all of them are multiplying.
-template <int BLOCKS, typename Begun, typename Issued>
+// One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, over `count` of its k blocks, from
+// `first` on; of none, which a phase without taps has, sums are undefined. `begun` is called early, beside the first of
+// them, `issued` when all of them are multiplying.
+template <typename Begun, typename Issued>
 DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& pipe, SharedTiles shared, int row,
                      const Work& work, int first, int count, int thread, int barrier, Begun begun, Issued issued) {
   u32 previous = 0, offset = OperandA::row_offset(row);
@@ -43,7 +43,7 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& pipe, Share
 #pragma unroll
     for (int slice = 0; slice < BK * A_BITS / 256; ++slice) {
 #pragma unroll
-      for (int block = 0; block < BLOCKS; ++block)
+      for (int block = 0; block < M_BLOCKS; ++block)
 #pragma unroll
         for (int matrix = 0; matrix < A_MATRICES; ++matrix)
           wgmma(reinterpret_cast<ProductSums&>(sums[block][matrix * (B_MATRICES * BN / 2)]),
@@ -62,6 +62,6 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& pipe, Share
   issued();
   wgmma_wait_group<0>();
 #pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
+  for (int block = 0; block < M_BLOCKS; ++block) wgmma_done(sums[block]);
   if (!PHASED || count > 0) release(previous, thread);
 }

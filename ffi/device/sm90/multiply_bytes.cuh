@@ -49,7 +49,7 @@ struct StageOfA {
 };
 
 // All sums are promoted (drain_each).
-template <int BLOCKS, typename... Arguments>
+template <typename... Arguments>
 DEVICE void multiply(Arguments&&...) {
-  static_assert(BLOCKS < 0);
+  static_assert(sizeof...(Arguments) == 0);
 }

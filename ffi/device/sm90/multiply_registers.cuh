@@ -3,7 +3,7 @@
 
 // One warpgroup: what multiply in multiply.cuh computes, of the k blocks of its group (sliced.cuh). Sums of columns
 // beyond COLUMNS are zero.
-template <int BLOCKS, int COLUMNS = BN, typename Begun, typename Issued>
+template <int COLUMNS = BN, typename Begun, typename Issued>
 DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, SharedTiles shared, int row, const Work&, int,
                      int k_blocks, int thread, int barrier, Begun begun, Issued issued) {
   static_assert(SLICED == 1 || !Changes::EVER);
@@ -22,7 +22,7 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
   };
   u32 previous = 0;
 #pragma unroll
-  for (int block = 0; block < BLOCKS; ++block)
+  for (int block = 0; block < M_BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) sums[block][i] = 0;  // undefined, wgmmas would wait for each other
   Pipeline pipe = all;
@@ -47,7 +47,7 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
 #pragma unroll
       for (int slice = 0; slice < SLICES; ++slice)
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block)
+        for (int block = 0; block < M_BLOCKS; ++block)
           wgmma(reinterpret_cast<ProductSums&>(parts[block][step % A_MATRICES * (B_MATRICES * BN / 2)]),
                 fragments[block][slice], b.at(OperandB::slice_offset(step / A_MATRICES * SLICES + slice)),
                 !BY_SUMS || step % SHARING >= A_MATRICES || slice > 0);
@@ -65,7 +65,7 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
       weights.get(fragments, words, factors[(step + 1) % STEPS % A_MATRICES]);
       if (BY_SUMS && step % SHARING == SHARING - 1) {
         wgmma_wait_group<0>();
-        add_scaled<BLOCKS, COLUMNS>(sums, parts, of_sums);
+        add_scaled<COLUMNS>(sums, parts, of_sums);
       }
     }
     previous = empty;
@@ -74,7 +74,7 @@ DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, Shared
   issued();
   wgmma_wait_group<0>();
 #pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
+  for (int block = 0; block < M_BLOCKS; ++block) wgmma_done(sums[block]);
   if (SLICED == 1 || count > 0) release(previous, thread);
   if constexpr (SLICED == 1) all = pipe;
   bool whole = add_slices(sums, shared, all, first);

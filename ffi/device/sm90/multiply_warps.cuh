@@ -25,7 +25,7 @@ DEVICE void mma(Acc* d, const u32 (&a)[4], u32 b0, u32 b1) {
 
 // One warpgroup: what multiply in multiply.cuh computes, of the k blocks of its group (sliced.cuh). Those that share
 // factors are added up in sums of their own where factors multiply these.
-template <int BLOCKS, typename Begun, typename Issued>
+template <typename Begun, typename Issued>
 DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles shared, int row, const Work&, int,
                      int k_blocks, int thread, int, Begun begun, Issued issued) {
   static_assert(!Changes::EVER);
@@ -48,7 +48,7 @@ DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles sh
     }
   };
 #pragma unroll
-  for (int block = 0; block < BLOCKS; ++block)
+  for (int block = 0; block < M_BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) sums[block][i] = 0;
   Pipeline pipe = all;
@@ -77,7 +77,7 @@ DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles sh
       Fragments fragments;
       weights.get(fragments, words[step % 2], factors[matrix]);
 #pragma unroll
-      for (int block = 0; block < BLOCKS; ++block)
+      for (int block = 0; block < M_BLOCKS; ++block)
         if (BY_SUMS && step % SHARING < A_MATRICES)
 #pragma unroll
           for (int i = 0; i < B_MATRICES * BN / 2; ++i) parts[block][matrix * (B_MATRICES * BN / 2) + i] = 0;
@@ -87,12 +87,12 @@ DEVICE void multiply(Accumulators& sums, Changes&, Pipeline& all, SharedTiles sh
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice)
 #pragma unroll
-          for (int block = 0; block < BLOCKS; ++block)
+          for (int block = 0; block < M_BLOCKS; ++block)
             mma(&parts[block][matrix * (B_MATRICES * BN / 2) + 4 * i], fragments[block][slice], b[2 * slice],
                 b[2 * slice + 1]);
       }
       if constexpr (BY_SUMS)
-        if (step % SHARING == SHARING - 1) add_scaled<BLOCKS>(sums, parts, factors);
+        if (step % SHARING == SHARING - 1) add_scaled(sums, parts, factors);
     }
     release(pipe.empty_barrier(stage), thread);
     if (k == min(2, count - 1)) begun();

@@ -17,10 +17,9 @@ struct Promotion {
   }
 
   // The sums of those from `k` on.
-  template <int BLOCKS>
   DEVICE void add(Accumulators& accumulators, const Accumulators& sums, int k) const {
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
+    for (int block = 0; block < M_BLOCKS; ++block) {
 #pragma unroll
       for (int i = 0; i < PRODUCTS * BN / 2; ++i) {
         Acc x = sums[block][i];

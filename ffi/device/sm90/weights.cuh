@@ -124,10 +124,10 @@ struct Weights<false> {
 };
 
 // Adds sums of a k that share factors, times these.
-template <int BLOCKS, int COLUMNS = BN>
+template <int COLUMNS = BN>
 DEVICE void add_scaled(Accumulators& sums, Accumulators& parts, const Factors (&factors)[A_MATRICES]) {
 #pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) {
+  for (int block = 0; block < M_BLOCKS; ++block) {
     wgmma_done(parts[block]);
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) {
