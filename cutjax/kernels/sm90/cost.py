@@ -42,7 +42,7 @@ class _Fit:
       latency: of a load under load, in microseconds.
       twins, short: what two blocks on an SM, and tiles of 64 rows, add to the time of memory.
       last: how much of a tile the last one of a group takes more than its share, where rows have groups.
-      tall: what each doubling of a tile's rows adds, where groups have few: fewer tiles then read the same weights.
+      tall: what each doubling of a tile's rows adds, where rows have groups.
       scale: of the whole.
       rows: whether loads count as rows of 128 bytes: shorter ones as whole ones, those off the lines of memory as two.
       tile: microseconds that storing 128 x 256 accumulators as they are takes.
@@ -73,7 +73,8 @@ class _Fit:
 
 
 _FITS = {
-    # "m" to 63 products, of two salts of models, of blocks in step: benchmarks/results/sweeps, grouped and experts.
+    # "m" to 87 products of experts, in step: benchmarks/results/sweeps, grouped and experts, and the salt s50g5 of
+    # experiments/experts-in-step-h200.json.
     "m": _Fit(
         *(98, 0, 2.02, 0.094, 0.614, 0, 1.96, 0, -0.15),
         last=0.47,
@@ -160,7 +161,7 @@ def predict(kernel: Resolved, device: Device) -> Any:
     exchange = 2 + (c.cluster_k - 1) / c.cluster_k * 4 * c.bm * columns / SHARED_BYTES_PER_US
     compute = compute + (c.cluster_k > 1) * (waves * exchange)
     if p.divided == "m":
-        compute = compute * (1 + fit.tall * log2(c.bm * c.cluster_m / 64) / (1 + average / 512))
+        compute = compute * (1 + fit.tall * log2(c.bm * c.cluster_m / 64))
 
     ragged = where(c.bn * p.out_dtype.itemsize % 128 != 0, 1.1, 1.0)  # stores of less than a cache line
     speed = device.bytes_per_second / dense_cost.FITTED_ON.bytes_per_second
