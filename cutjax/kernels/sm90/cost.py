@@ -23,7 +23,7 @@ from cutjax.kernels.sums import summands
 
 # Of several products of one a in groups of k, beside one; and what tiles of 64 rows take less of sums so deep or deeper
 # (benchmarks/results/experiments/sums-h200.json).
-SEVERAL, SHORT_OF_SUMS, DEEP_SUM = 0.94, 0.07, 2048
+SEVERAL, SHORT_OF_SUMS, DEEP_SUM = 0.94, 0.1, 2048
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 # Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
 SHARED_BYTES_PER_US, ADDED_BYTES_PER_US = 1e6, 3.5e6
