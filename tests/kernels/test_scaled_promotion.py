@@ -43,7 +43,8 @@ static void add_all(Promotion& promotion, Accumulators& accumulators, const floa
       int column = COLUMNS * PART_COLUMNS + i / 4 * 8 + promotion.thread % 4 * 2 + i % 2;
       part[i] = sums[row * (PRODUCTS * BN) + column];
     }
-    promotion.template add<COLUMNS>(accumulators[BLOCK], part, factors, 0);
+    auto columns = promotion.template columns<COLUMNS>(0);
+    promotion.template add<COLUMNS>(accumulators[BLOCK], part, factors, columns);
   }(), ...);
 }
 

@@ -42,12 +42,11 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
   // The part, when at most PENDING later ones are being multiplied.
   auto add = [&](auto part, auto pending, int stage, const auto& factors) {
     constexpr int PART = decltype(part)::value, COLUMNS = PART % COLUMN_PARTS;
-    u32 slot = shared.slot(stage, Promotes::BYTES);
     wgmma_wait_group<decltype(pending)::value>();
     wgmma_done(sums[PART % BUFFERS]);
-    if constexpr (PART == PARTS - 1 && !Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
-    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, slot);
-    if constexpr (PART == PARTS - 1 && Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
+    auto columns = promotion.template columns<COLUMNS>(shared.slot(stage, Promotes::BYTES));
+    if constexpr (PART == PARTS - 1) release(pipe.empty_barrier(stage), thread);
+    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, columns);
   };
   if constexpr (BUFFERS == 1) {
     // What a part needs is waited for and read while the one before it is multiplied: between them is no more than the

@@ -1,11 +1,12 @@
 // Promotion (promote_never.cuh) of the sums of each block of k, as they are, or times UNIT.
 
 struct Promotion {
-  static constexpr bool EVER = true, EACH = true, BY_COLUMN = false;
+  static constexpr bool EVER = true, EACH = true;
   static constexpr u32 BYTES = 0;
   static constexpr int COPIERS = 0;
 
   struct Factors {};
+  struct Columns {};
 
   template <int BLOCK, int PART>
   DEVICE Factors factors(u32) const {
@@ -13,7 +14,12 @@ struct Promotion {
   }
 
   template <int PART>
-  DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors&, u32) const {
+  DEVICE Columns columns(u32) const {
+    return {};
+  }
+
+  template <int PART>
+  DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors&, const Columns&) const {
 #pragma unroll
     for (int i = 0; i < PART_COLUMNS / 2; ++i) accumulators[PART * (PART_COLUMNS / 2) + i] += sums[i] * UNIT;
   }

@@ -31,6 +31,11 @@ struct Promotion {
     float a[2], b[MOVES ? PRODUCTS * B_EACH : RUNS];
   };
 
+  // Those of a thread's columns of a part, where they have entries of their own.
+  struct Columns {
+    float of[BY_COLUMN ? PART_COLUMNS / 4 : 1];
+  };
+
   // ---- of a thread that copies ----
 
   const float *a, *b[PRODUCTS];  // of the tile's matrix
@@ -127,10 +132,23 @@ struct Promotion {
     return found;
   }
 
-  // Where columns have entries of their own, a slot is read here.
+  template <int PART>
+  DEVICE Columns columns(u32 slot) const {
+    Columns found{};
+    if constexpr (BY_COLUMN)
+#pragma unroll
+      for (int j = 0; j < PART_COLUMNS / 8; ++j) {
+        u32 x, y;
+        ld_shared_v2(slot + (A_ENTRIES + PART * PART_COLUMNS + 8 * j + thread % 4 * 2) * 4, x, y);
+        found.of[2 * j] = __uint_as_float(x);
+        found.of[2 * j + 1] = __uint_as_float(y);
+      }
+    return found;
+  }
+
   template <int PART>
   DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors& factors,
-                  u32 slot) const {
+                  const Columns& columns) const {
     constexpr int BEGIN = PART * PART_COLUMNS;
     float by[2][RUNS];
 #pragma unroll
@@ -152,17 +170,10 @@ struct Promotion {
 #pragma unroll
     for (int j = 0; j < PART_COLUMNS / 8; ++j) {
       int first = BEGIN + 8 * j, run = BY_COLUMN || !OF_B ? 0 : first / COLUMNS - BEGIN / COLUMNS;
-      float of_columns[2] = {1, 1};
-      if constexpr (BY_COLUMN) {
-        u32 x, y;
-        ld_shared_v2(slot + (A_ENTRIES + first + thread % 4 * 2) * 4, x, y);
-        of_columns[0] = __uint_as_float(x);
-        of_columns[1] = __uint_as_float(y);
-      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Acc& sum = accumulators[first / 2 + i];
-        sum = __fmaf_rn(sums[4 * j + i], by[i / 2][run] * of_columns[i % 2], sum);
+        sum = __fmaf_rn(sums[4 * j + i], by[i / 2][run] * (BY_COLUMN ? columns.of[2 * j + i % 2] : 1), sum);
       }
     }
   }
