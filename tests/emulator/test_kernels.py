@@ -124,6 +124,18 @@ PLAIN = {
 # By FMA; DMMA of as much of k as there are registers for.
 TILES = {
     "f32": (Item("f32", "dense", "nt", 72, 72, 19, "operands", arch="sm_90a"), MmaConfig(64, 64, 8, 64, 64, stages=3)),
+    "f32 in units along k": (
+        Item("f32", "dense", "nt", 136, 72, 20, "operands", arch="sm_90a"),
+        MmaConfig(128, 128, 16, 64, 64, stages=3),
+    ),
+    "f32 in units across k": (
+        Item("f32", "dense", "tn", 72, 132, 40, "sums", arch="sm_80"),
+        MmaConfig(64, 128, 8, 64, 64, stages=3),
+    ),
+    "s32 in units, sliced": (
+        Item("s32", "rows", "nn", 136, 64, 40, arch="sm_90a"),
+        MmaConfig(64, 64, 16, 64, 64, 2, stages=4),
+    ),
     "f32 sliced": (Item("f32", "dense", "tn", 33, 40, 40, arch="sm_80"), MmaConfig(32, 32, 16, 16, 32, 2, stages=2)),
     "c64": (Item("c64", "dense", "nn", 40, 24, 20, arch="sm_90a"), MmaConfig(32, 32, 8, 32, 32, stages=3)),
     "s64": (Item("s64", "rows", "nt", 40, 24, 20, arch="sm_75"), MmaConfig(32, 32, 8, 16, 32, stages=2)),

@@ -470,3 +470,4 @@ void dmma(double& d0, double& d1, double& d2, double& d3, const double (&a)[OF_A
 inline void fma_rn(float& d, float a, float b) { d = std::fma(a, b, d); }
 inline void pass_pair(u32&, u32&, u32) {}
 inline u32 pinned(u32 x) { return x; }
+inline u32 kept(u32 x) { return x; }

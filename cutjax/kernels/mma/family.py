@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from cutjax.kernels.mma import slim, views
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.kernel import BARRIER_BYTES, chunk_of, reasons, resolve, staging_of, tma_reasons
+from cutjax.kernels.mma.kernel import BARRIER_BYTES, chunk_of, reasons, resolve, staging_of, tma_reasons, units_of
 from cutjax.kernels.mma.math import Math, math_of
+from cutjax.kernels.mma.resolved import in_units
 from cutjax.kernels.prepared import along_k
 from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
@@ -142,13 +143,14 @@ def configs(problem: Problem) -> Iterator[Config]:
     if way is None:
         return
     size, device, staged = problem.a.bytes(1), problem.device, staging_of(problem)
+    units = units_of(problem)
     by_tma = not tma_reasons(along_k(problem) if way.along_k else problem, way)
     for bm, bn, wm, wn, sliced_k, blocks in tiles_for(way):
         for bk in way.depths:
             slices = bk // way.k // sliced_k
             if slices < 2 or slices % 2:
                 continue
-            stage = way.stage_bytes(bm, bn, bk, problem.products, size)
+            stage = way.stage_bytes(bm, bn, bk, problem.products, size, in_units(problem, way, units, wm, wn))
             staging = (bm // wm) * (bn // wn) * 16 * chunk_of(staged, wn) * staged.column_bytes
             # As many blocks as an SM has room for with two stages each, which on some is less than on others.
             fitting = min(blocks, device.shared_bytes_per_sm // (staging + 2 * stage + 1024)) or 1

@@ -20,7 +20,7 @@ from cutjax.kernels.mma import cost, prologue, slim, text, views
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math, halved, math_of
-from cutjax.kernels.mma.resolved import Resolved
+from cutjax.kernels.mma.resolved import Resolved, in_units
 from cutjax.kernels.operand import Gathered, Im2col, Pixels, Taps
 from cutjax.kernels.prepared import Prepared, Transpose
 from cutjax.kernels.problem import Problem
@@ -153,6 +153,13 @@ def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int
         apart = 72 if number(problem.arch) == 90 or config.wn > config.wm else 36 * (held > 0)
     if way.fragments == "fma" and number(problem.arch) < 80:  # half of what is loaded, calibrated as BESIDE
         held = 2 * sum(loads)
+    if in_units(problem, way, units, config.wm, config.wn):  # half of what is held, calibrated too
+        lines = 16 * config.threads // config.bk  # in fours, of all threads
+        held += sum(
+            8 * -(-rows // lines)
+            for x, rows in ((problem.a, config.bm), (problem.bs[0], config.bn))
+            if x.contiguous == "k"
+        )
     if way.fragments == "tensor" and number(problem.arch) < 80:
         apart += 8  # all loads go through registers
     if way.name == "tf32x3" and number(problem.arch) >= 100:
@@ -248,6 +255,11 @@ class Facts:
     prepared: tuple[Prepared, ...]
 
 
+def units_of(problem: Problem) -> tuple[int, int]:
+    """Returns the bytes that rows of a, and of b, begin at multiples of."""
+    return _facts(problem, False, False, False, False).units
+
+
 @functools.lru_cache(maxsize=1024)
 def _facts(asked: Problem, divided: bool, slim: bool, swap: bool, pixels: bool) -> Facts:
     """Returns the facts of kernels with splits or without, of few rows or more, of swapped operands or not."""
@@ -294,7 +306,9 @@ def _resolve(asked: Problem, config: Config, pixels: Pixels | None = None) -> Ke
     if problem.symmetric and (config.bm % 64 or config.bn % 64):
         found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")
     chunk = chunk_of(staging, config.wn)
-    stage_bytes = way.stage_bytes(config.bm, config.bn, config.bk, problem.products, size)
+    units = facts.units
+    by_units = in_units(problem, way, units, config.wm, config.wn)
+    stage_bytes = way.stage_bytes(config.bm, config.bn, config.bk, problem.products, size, by_units)
     if config.slim:
         stage_bytes = slim.stage_bytes(problem, config, way)
     buffer_bytes = 16 * chunk * staging.column_bytes
@@ -309,7 +323,6 @@ def _resolve(asked: Problem, config: Config, pixels: Pixels | None = None) -> Ke
     accumulators = 4 * problem.products * config.bm * config.bn // 4 * way.words
     if config.sliced_k > 1 and not config.slim and accumulators > config.stages * stage_bytes:
         found.append(f"sliced_k={config.sliced_k}: {accumulators} bytes of accumulators take the place of the stages")
-    units = facts.units
     if config.tma:
         found += tma_reasons(problem, way, units)
     limit = min(255, device.registers_per_sm // (config.threads * config.blocks) // 8 * 8)

@@ -53,11 +53,11 @@ class Math:
         # From sm_90 on, DMMA may be deeper: it reads and writes accumulators less often.
         return 16 if number(arch) >= 90 and config.bk // config.sliced_k >= 32 else self.k
 
-    def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int) -> int:
-        """Returns the shared memory of one stage, of elements of so many bytes."""
-        padding = 16 // size if self.fragments == "fma" else 0
+    def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int, in_units: bool = False) -> int:
+        """Returns the shared memory of one stage, of elements of so many bytes, of those of FMA in units or not."""
         of_b = 1 if self.fragments == "decode" else size
-        return ((bm + padding) * size + products * (bn + padding) * of_b) * bk
+        padding = 0 if self.fragments != "fma" else 8 if in_units else 16 * (1 + products)  # after a line
+        return (bm * size + products * bn * of_b + padding) * bk
 
 
 def halved(config: Config) -> bool:

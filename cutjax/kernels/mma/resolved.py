@@ -8,6 +8,19 @@ from cutjax.kernels import base
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math
 from cutjax.kernels.operand import Pixels
+from cutjax.kernels.problem import Problem
+from cutjax.runtime.architectures import number
+
+
+def in_units(problem: Problem, way: Math, units: tuple[int, int], wm: int, wn: int) -> bool:
+    """Returns whether elements that are multiplied one by one are loaded 16 bytes at a time (ffi/device/mma/units.cuh).
+
+    They are where they have 4 bytes, rows of both arrays begin at multiples of 16, and warps have tiles of 64 x 64:
+    others were not measured.
+    """
+    plain = all(operand.view is None and operand.prologue is None for operand in (problem.a, problem.bs[0]))
+    whole = wm == wn == 64 and units == (16, 16) and number(problem.arch) >= 80
+    return way.fragments == "fma" and way.words == 4 and plain and whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,7 +73,7 @@ class Resolved(base.Resolved):
     def load_turns(self) -> int:
         """Slices of a stage beside which a later stage is loaded, a turn of its loads each."""
         if self.way.fragments == "fma":
-            return 1  # a block is loaded at once, without tests of what of it is there
+            return 1
         if self.config.tma:
             return self.slices // 2  # those before the one beside which it is loaded
         return 1 if self.config.wm * self.config.wn > 2048 else min(self.slices - 1, 3)
@@ -69,6 +82,11 @@ class Resolved(base.Resolved):
     def numbers(self) -> int:
         """Real numbers of an element."""
         return 2 if self.problem.a.dtype.kind == "c" else 1
+
+    @property
+    def in_units(self) -> bool:
+        """As the function of that name."""
+        return in_units(self.multiplied, self.way, self.units, self.config.wm, self.config.wn)
 
     @property
     def slices_at_once(self) -> int:

@@ -18,6 +18,7 @@ from cutjax.runtime import sources
 _LANES = ("mma/words.cuh", "mma/lanes.cuh")
 FRAGMENTS = {
     "fma": ("mma/planes.cuh", "mma/fma.cuh"),
+    "fma units": ("mma/units.cuh", "mma/fma.cuh"),
     "double": ("mma/words.cuh", "mma/double.cuh"),
     "tensor": (*_LANES, "mma/decode_none.cuh", "mma/tensor.cuh"),
     "terms": (*_LANES, "mma/terms.cuh"),
@@ -131,7 +132,7 @@ def _multiply(kernel: Resolved) -> list[str]:
     tiles = [] if fragments == "fma" else ["mma/layout.cuh", "mma/boxes.cuh" if tma else "mma/tile.cuh"]
     operands = f"mma/operands{'_joined' * (len(summands(problem)) > 1)}.cuh"
     feed = ["mma/tma_feed.cuh"] if tma else [operands, "mma/feed.cuh"]
-    multiply = [*FRAGMENTS[fragments], *feed, "mma/promote_never.cuh", "mma/mainloop.cuh"]
+    multiply = [*FRAGMENTS[fragments + " units" * kernel.in_units], *feed, "mma/promote_never.cuh", "mma/mainloop.cuh"]
     return [constant, *_views(kernel), *tiles, *multiply]
 
 

@@ -80,6 +80,12 @@ DEVICE u32 cvt_rna_tf32(float x) {
 // d += a b. As assembly, since the compiler moves built-in ones, and finds worse registers then.
 DEVICE void fma_rn(float& d, float a, float b) { asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(d) : "f"(a), "f"(b)); }
 
+// The same, kept in a register: the compiler would rather compute it again where it is read.
+DEVICE u32 kept(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Has a pair of registers made of both, and changes neither if `zero` is what it says, which the compiler cannot know.
 DEVICE void pass_pair(u32& low, u32& high, u32 zero) {
   asm volatile(

@@ -1,7 +1,7 @@
 // STAGES blocks of k in shared memory, which all threads load and all warps read. A stage is a tile of a and one of
 // each b.
 
-constexpr int STAGE_BYTES = TileA::BYTES + PRODUCTS * TileB::BYTES;
+constexpr int STAGE_BYTES = TileA::STAGE_BYTES + PRODUCTS * TileB::STAGE_BYTES;
 
 struct Loads : Operands<TileA, TileB> {
   // Starts to load a part of the next block: the TURN-th of TURNS.

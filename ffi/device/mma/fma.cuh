@@ -1,7 +1,8 @@
 // Products by fused multiply-adds of one element each, of any dtype of 4, 8 or 16 bytes: Acc is the elements' type too.
 // Complex numbers are four products of their components.
 //
-// A thread has rows l / 4 + 8 i of a and columns 2 (l % 4) + e + 8 j of b, as the accumulators lie.
+// Which rows of a and columns of b a lane has, and where they lie, says the file of the operands (planes.cuh,
+// units.cuh).
 
 // d += a b. Integers wrap.
 DEVICE void multiply_add(float& d, float a, float b) { fma_rn(d, a, b); }
@@ -25,7 +26,6 @@ DEVICE void multiply_components(Complex<R>& d, R a, R b) {
   multiply_add(Z_A == Z_B ? d.real : d.imag, Z_A && Z_B ? -a : a, b);
 }
 
-// 16 bytes after each line put other lines in other banks.
 using TileA = ElementTile<BM, A_K_MAJOR, true, ViewA>;
 using TileB = ElementTile<BN, B_K_MAJOR, false, ViewB>;
 
@@ -36,14 +36,12 @@ struct Fragments {
 struct Multiplier {
   u32 offset_a, offset_b;  // of this lane's first row and column in a line
 
-  DEVICE Multiplier(int row, int column)
-      : offset_a(position<true>(row + threadIdx.x % 32 / 4) * COMPONENT_BYTES),
-        offset_b(position<false>(column + threadIdx.x % 4 * 2) * COMPONENT_BYTES) {}
+  DEVICE Multiplier(int row, int column) : offset_a(lane_row(row)), offset_b(lane_column(column)) {}
 
   DEVICE void load(Fragments& to, u32 tile_a, u32 tiles_b, int k) const {
     constexpr int ROWS = VECTOR < 2 * M_FRAGMENTS ? VECTOR : 2 * M_FRAGMENTS;  // at once
-    tile_a += offset_a + k * TileA::PITCH;
-    tiles_b += offset_b + k * TileB::PITCH;
+    tile_a += offset_a + TileA::line_at(k);
+    tiles_b += offset_b + TileB::line_at(k);
 #pragma unroll
     for (int z = 0; z < COMPONENTS; ++z)
 #pragma unroll
@@ -61,12 +59,23 @@ struct Multiplier {
 
   // Moves both to the slices after those whose code is repeated.
   static DEVICE void skip(u32& tile_a, u32& tiles_b) {
-    tile_a += SLICES_AT_ONCE * TileA::PITCH;
-    tiles_b += SLICES_AT_ONCE * TileB::PITCH;
+    tile_a += TileA::line_at(SLICES_AT_ONCE);
+    tiles_b += TileB::line_at(SLICES_AT_ONCE);
   }
 
-  // Every other column goes up, so that each product shares a component with the one before.
+  // Every other column, or row, goes back, so that each product shares a component with the one before.
   DEVICE void multiply(Accumulators& d, const Fragments& x) const {
+    if constexpr (BY_ROWS) {
+#pragma unroll
+      for (int i = 0; i < 2 * PRODUCTS * M_FRAGMENTS; ++i)
+#pragma unroll
+        for (int step = 0; step < 2 * N_FRAGMENTS; ++step) {
+          int p = i / (2 * M_FRAGMENTS), row = i % (2 * M_FRAGMENTS);
+          int j = i % 2 ? 2 * N_FRAGMENTS - 1 - step : step;
+          multiply_components<0, 0>(d[p][row / 2][j / 2][row % 2 * 2 + j % 2], x.a[0][row], x.b[p][0][j]);
+        }
+      return;
+    }
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll
@@ -89,17 +98,5 @@ struct Multiplier {
     }
   }
 
-  // After the last slice. The epilogue stores pairs of neighbours, and the compiler would have them in pairs of
-  // registers in the whole loop, where half of the multiply-adds would read two registers of one bank then: words of
-  // different rows are pairs first.
-  DEVICE void arrange(Accumulators& d) const {
-    if constexpr (COMPONENT_BYTES == 4 && SLICES_AT_ONCE * SLICE * WARPS_K < BK) {
-      constexpr int COUNT = PRODUCTS * M_FRAGMENTS * N_FRAGMENTS, HALF = sizeof(AccFragment) / 8;
-      u32(&words)[COUNT][2 * HALF] = reinterpret_cast<u32(&)[COUNT][2 * HALF]>(d);
-      u32 zero = pinned(0);
-#pragma unroll
-      for (int i = 0; i < COUNT * HALF; ++i)
-        pass_pair(words[i / HALF][i % HALF + HALF], words[i / HALF][i % HALF], zero);
-    }
-  }
+  static DEVICE void arrange(Accumulators& d) { place_sums(d); }
 };

@@ -28,5 +28,5 @@ struct Panels {
   static constexpr int LINE = (K_MAJOR ? BK : ROWS) * ELEMENT;  // bytes, of all panels
   static constexpr int SPAN = LINE % 128 == 0 ? 128 : LINE % 64 == 0 ? 64 : 32;
   static constexpr int PANEL = LINES * SPAN;
-  static constexpr int BYTES = LINES * LINE;
+  static constexpr int BYTES = LINES * LINE, STAGE_BYTES = BYTES;
 };

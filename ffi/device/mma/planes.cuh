@@ -42,12 +42,29 @@ DEVICE constexpr int row_at(int p) {
   return VECTOR == 4 ? p % 2 + p / 2 % 2 * 8 + p / 4 % 4 * 2 + p / 16 * 16 : p;
 }
 
+// Where a lane's first row and column lie: it has a row of each 8, and two columns, as accumulators lie.
+DEVICE u32 lane_row(int row) { return position<true>(row + threadIdx.x % 32 / 4) * COMPONENT_BYTES; }
+DEVICE u32 lane_column(int column) { return position<false>(column + threadIdx.x % 4 * 2) * COMPONENT_BYTES; }
+constexpr bool BY_ROWS = false;  // multiplied row by row, not column by column
+
+// The epilogue stores pairs of neighbours, and the compiler would have them in pairs of registers in the whole loop,
+// where half of the multiply-adds would read two registers of one bank then: words of different rows are pairs first.
+DEVICE void place_sums(Accumulators& d) {
+  if constexpr (COMPONENT_BYTES == 4 && SLICES_AT_ONCE * SLICE * WARPS_K < BK) {
+    constexpr int COUNT = PRODUCTS * M_FRAGMENTS * N_FRAGMENTS, HALF = sizeof(AccFragment) / 8;
+    u32(&words)[COUNT][2 * HALF] = reinterpret_cast<u32(&)[COUNT][2 * HALF]>(d);
+    u32 zero = pinned(0);
+#pragma unroll
+    for (int i = 0; i < COUNT * HALF; ++i) pass_pair(words[i / HALF][i % HALF + HALF], words[i / HALF][i % HALF], zero);
+  }
+}
+
 // One operand, whose components threads load one by one: neighbours in memory lie apart in a line, or in different
 // lines. ACROSS threads beside each other load a row's neighbours along k, or a line's.
 template <int ROWS, bool K_MAJOR, bool OF_A, typename View>
 struct ElementTile {
   static constexpr int PITCH = COMPONENTS * ROWS * COMPONENT_BYTES + 16;
-  static constexpr int BYTES = BK * PITCH;
+  static constexpr int BYTES = BK * PITCH, STAGE_BYTES = BYTES;
   static constexpr int WIDE = THREADS / BK > 32 ? THREADS / BK : 32;
   static constexpr int ACROSS = K_MAJOR ? 8 : WIDE < ROWS ? WIDE : ROWS;
   static constexpr int ALONG = THREADS / ACROSS;  // lines of memory that all threads load from at once
@@ -63,6 +80,8 @@ struct ElementTile {
   int rows, depth;  // of the whole tile, and of k, that are left
   u32 offset;       // of the first element in a tile
   u32 held[HAS_CP_ASYNC ? 1 : LOADS][ELEMENT / 4];
+
+  static DEVICE constexpr int line_at(int k) { return k * PITCH; }
 
   static DEVICE int across() { return threadIdx.x % ACROSS; }
   static DEVICE int along() { return threadIdx.x / ACROSS; }
