@@ -13,7 +13,7 @@ from cutjax.runtime.architectures import number
 
 
 def in_units(problem: Problem, way: Math, units: tuple[int, int], wm: int, wn: int) -> bool:
-    """Returns True where elements that FMA multiplies are loaded 16 bytes at a time (ffi/device/mma/units.cuh).
+    """True of elements multiplied one by one that are loaded 16 bytes at a time (ffi/device/mma/units.cuh).
 
     They are where they have 4 bytes, rows of both arrays begin at multiples of 16, and warps have tiles of 64 x 64:
     others were not measured.
