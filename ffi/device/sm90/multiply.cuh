@@ -24,9 +24,9 @@ struct StageOfA {
   DEVICE static void finish(Accumulators&) {}
 };
 
-// One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, over `count` of its k blocks, from
-// `first` on; of none, which a phase without taps has, sums are undefined. `begun` is called early, beside the first of
-// them, `issued` when all of them are multiplying.
+// One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, over `count` of its k blocks,
+// from `first` on; of none, which a phase without taps has, sums are undefined. `begun` is called early, beside the
+// first of them, `issued` when all of them are multiplying.
 template <typename Begun, typename Issued>
 DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& pipe, SharedTiles shared, int row,
                      const Work& work, int first, int count, int thread, int barrier, Begun begun, Issued issued) {
