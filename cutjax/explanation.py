@@ -174,14 +174,14 @@ def explain(
         notes: list[Any] = []
         # Some operations ask as they are traced what it is for, so this process's own device is asked for, too.
         with lowering.on_target(asked or (lowering.target() if where == "cuda" else None)):
-            found, platform = walk.products(fn, args, kwargs, where, notes)
+            found, runs_on = walk.products(fn, args, kwargs, where, notes)
             counts: dict[Row, int] = {}
             for product in found:
-                row = _row(product, platform)
+                row = _row(product, runs_on)
                 counts[row] = counts.get(row, 0) + product.count
             rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
             target = lowering.target()
-        return Explanation(rows, platform, target.arch, tuple(notes), target.kind)
+        return Explanation(rows, runs_on, target.arch, tuple(notes), target.kind)
 
     return explained
 

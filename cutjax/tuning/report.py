@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cutjax.kernels.problem import Problem
+from cutjax.tuning.measure import DEVICE, HOST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Report:
     skipped: tuple[Skipped, ...]
     device: str
     path: pathlib.Path | None
-    clock: str = "device"
+    clock: str = DEVICE
 
     @property
     def before_us(self) -> float:
@@ -115,7 +116,7 @@ class Report:
     def notes(self) -> list[str]:
         """Returns lines of what was dropped, of what was not measured, and of the host's clock."""
         dropped = [f"dropped for {row.problem}: {name}: {why}" for row in self.rows for name, why in row.dropped]
-        host = ["times are by the host's clock: the device was not traced"] if self.clock == "host" else []
+        host = ["times are by the host's clock: the device was not traced"] if self.clock == HOST else []
         return dropped + host + [f"not measured: {x.problem} ({x.count} in a call): {x.why}" for x in self.skipped]
 
     def plot(self) -> Any:
