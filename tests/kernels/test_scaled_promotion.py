@@ -62,7 +62,10 @@ extern "C" void run(const char* const* buffers, const int* numbers, const float*
   for (int t = 0; t < 128; ++t) threads[t].begin(work, row, t);
   for (int block = 0; block < k_blocks; ++block) {
     shared_memory.assign(Promotion::BYTES, 0xff);  // NaN
-    for (threadIdx.x = 0; threadIdx.x < Promotion::COPIERS; ++threadIdx.x) copiers[threadIdx.x].copy(0, block);
+    for (threadIdx.x = 0; threadIdx.x < Promotion::COPIERS; ++threadIdx.x) {
+      copiers[threadIdx.x].load(block);
+      copiers[threadIdx.x].copy(0, block);
+    }
     for (int t = 0; t < 128; ++t)
       add_all(threads[t], accumulators[t], sums + block * ROWS_PER_CONSUMER * PRODUCTS * BN,
               std::make_integer_sequence<int, M_BLOCKS * COLUMN_PARTS>());
@@ -106,7 +109,7 @@ def promotion(kernel, arrays, folder):
 
 
 CASES = {
-    # layout, rows of a and columns of b that share a scale, config
+    # layout, rows of a and columns of b that share a scale, config; and blocks of k, of which 4 are loaded at once
     "blocks": ("nt", 1, 128, cutjax.Config(128, 128)),
     "blocks across tiles": ("nt", 1, 128, cutjax.Config(128, 192)),
     "narrow runs": ("nn", 1, 128, cutjax.Config(128, 176)),
@@ -116,6 +119,7 @@ CASES = {
     "columns, rows of k": ("tn", 1, 1, cutjax.Config(64, 96, schedule="pingpong")),
     "swapped": ("nt", 1, 128, cutjax.Config(128, 24, swap=True)),
     "swapped, rows of k": ("tn", 1, 128, cutjax.Config(128, 48, swap=True)),
+    "columns, of fours": ("nt", 1, 1, cutjax.Config(256, 112), 12),
     "of a alone": ("nt", 1, 0, cutjax.Config(128, 128)),
     "of b alone": ("nn", 0, 64, cutjax.Config(128, 96)),
     "the whole": ("nt", 384, 512, cutjax.Config(128, 96)),
@@ -125,8 +129,8 @@ CASES = {
 @pytest.mark.skipif(not gxx.installed(), reason="needs g++")
 @pytest.mark.parametrize("case", CASES)
 def test_sums_are_multiplied_by_their_scales(case, tmp_path):
-    layout, of_a, of_b, config = CASES[case]
-    m, n, blocks, batch = 384, 512, 11, 3
+    layout, of_a, of_b, config, blocks = (*CASES[case], 11)[:5]
+    m, n, batch = 384, 512, 3
     asked = problem(m, n, blocks * 128, layout, of_a, of_b, batch=(batch,), a_batch=(batch,), b_batch=(batch,))
     kernel = sm90.resolved(asked, config)
     rng, arrays, scales = np.random.default_rng(0), [None, None], []
@@ -141,9 +145,9 @@ def test_sums_are_multiplied_by_their_scales(case, tmp_path):
     rows, promote = config.m_blocks * 64, promotion(kernel, arrays, tmp_path)
     last = m // config.bm * config.bm, n // config.bn * config.bn, config.bm - rows
     for first_m, first_n, row, first, count, matrix in (
-        (0, 0, 0, 0, 11, 0),
-        (config.bm, config.bn, 0, 0, 11, 2),
-        (*last, 3, 6, 1),
+        (0, 0, 0, 0, blocks, 0),
+        (config.bm, config.bn, 0, 0, blocks, 2),
+        (*last, 3, blocks - 5, 1),
     ):
         sums = rng.integers(-8, 9, (count, rows, config.bn)).astype(np.float32)
         tile = (m, n, blocks * 128, first_m, first_n, first * 128, count, row, matrix, matrix)

@@ -17,9 +17,9 @@ from cutjax.kernels.wgmma import wgmma
 from cutjax.runtime import sources
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, p + 3 c 4 of 128, and p + 4 c 5 of
-# 96. A producer that copies scales has their addresses, one that copies rows indices and addresses of 16 of them.
-REGISTERS, OF_SCALES, OF_ROWS = (40, 232), (56, 224), (72, 216)
-OF_SLICES, OF_SCALED_SLICES = {3: (32, 160), 4: (32, 112)}, (56, 152)
+# 96. A producer that copies scales has some of four blocks of k, one that copies rows indices and addresses of 16.
+REGISTERS, OF_COPIES = (40, 232), (72, 216)
+OF_SLICES, OF_SCALED_SLICES = {3: (32, 160), 4: (32, 112)}, (80, 144)
 # Accumulators beside which threads stage pairs of 4 bytes element by element, in an order in which all banks are served
 # at once; as pairs, those of two rows meet in a bank. More leave too few registers for its addresses. -1: never.
 TURNS_BESIDE = 128
@@ -35,11 +35,9 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     decoded = operands.decoded(problem.a, problem.bs[0])
     parts, scaled = kernel.sums, scales.scaled(problem)
     each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
-    producer, consumer = OF_SCALES if scaled else REGISTERS
+    producer, consumer = OF_COPIES if scaled or problem.a.gathered else REGISTERS
     if config.sliced:
         producer, consumer = OF_SCALED_SLICES if scaled else OF_SLICES[config.consumers]
-    if problem.a.gathered:
-        producer, consumer = OF_ROWS
     # Of other epilogues the text is the same whatever the sizes are, so that a kernel is compiled once.
     whole = bool(kernel.staging.reductions) and kernel.phases is None and not problem.symmetric
     a_stays, b_stays = kernel.stays

@@ -56,6 +56,8 @@ DEVICE void st_shared_u32(u32 address, u32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
+DEVICE void st_shared_f32(u32 address, float x) { st_shared_u32(address, __float_as_uint(x)); }
+
 DEVICE void st_shared_u8(u32 address, u32 x) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }

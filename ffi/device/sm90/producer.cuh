@@ -58,7 +58,7 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
   }
 }
 
-// One warp beside: what a promotion has of each stage, copied by threads; the arguments say of which tile.
+// Warps beside: what a promotion has of each stage, copied by threads; the arguments say of which tile.
 template <typename Promotes, typename... Arguments>
 DEVICE void fill_slots(Pipeline& pipe, SharedTiles shared, Promotes& promotion, const Work& work,
                        Arguments... arguments) {
@@ -66,9 +66,11 @@ DEVICE void fill_slots(Pipeline& pipe, SharedTiles shared, Promotes& promotion, 
     promotion.begin_copies(work, arguments...);
 #pragma unroll 1
     for (int i = 0; i < work.k_blocks; ++i) {
+      promotion.load(i);  // on its way while the stage is read
       mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
       promotion.copy(shared.slot(pipe.stage, Promotes::BYTES), i);
-      cp_async_mbarrier_arrive_noinc(pipe.full_barrier());
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.full_barrier());
       pipe.advance();
     }
   }

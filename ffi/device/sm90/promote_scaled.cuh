@@ -1,8 +1,10 @@
 // Promotion (promote_never.cuh) of the sums of each block of k, times UNIT and the scale of their rows of a and of
 // their columns of b: arrays in device memory that have one for SCALE_MN rows or columns, and for the block of k.
 //
-// A stage has a slot for the scales of its block of k: those of the tile's rows, then those of its columns. A warp of
-// the producer's copies them while TMA loads the stage, and arrives on its full barrier too.
+// A stage has a slot for the scales of its block of k: those of the tile's rows, then those of its columns. Warps of
+// the producer's copy them while TMA loads the stage, and arrive on its full barrier too. Shared memory serves little
+// else than wgmma: a scale goes through registers, which have it for four blocks of k by one load of 16 bytes where it
+// lies so, and is written beside those of its neighbours.
 
 DEVICE constexpr int gcd(int x, int y) { return y ? gcd(y, x % y) : x; }
 
@@ -16,7 +18,7 @@ struct Promotion {
   static constexpr int COLUMNS = B_EACH == 1 ? BN : SHARING;                              // of a run that has one scale
   static constexpr int A_ENTRIES = OF_A ? BM : 0, B_ENTRIES = OF_B ? PRODUCTS * B_EACH : 0;
   static constexpr u32 BYTES = (A_ENTRIES + B_ENTRIES + 3) / 4 * 16;                      // of a slot
-  static constexpr int COPIERS = BY_COLUMN ? 96 : 32;                                     // threads
+  static constexpr int COPIERS = 96;                                                      // threads
   static constexpr int RUNS = BY_COLUMN || !OF_B ? 1 : (PART_COLUMNS - 1) / COLUMNS + 2;  // in a part, at most
 
   struct Scales {
@@ -38,11 +40,14 @@ struct Promotion {
 
   // ---- of a thread that copies ----
 
+  static constexpr int HELD_A = (A_ENTRIES + COPIERS - 1) / COPIERS, HELD_B = (B_EACH + COPIERS - 1) / COPIERS;
+
   const float *a, *b[PRODUCTS];  // of the tile's matrix
   int last_row, last;            // rows, and columns
   int m, n;                      // the tile's first
   int block, last_block;         // of k
   bool empty;                    // nothing is multiplied, and no scale that is another group's may be NaN
+  float held_a[OF_A ? HELD_A : 1][4], held_b[PRODUCTS][HELD_B][4];  // its entries, of four blocks of k
 
   DEVICE static const float* matrix_of(const Scales& scales, int matrix) {
     return reinterpret_cast<const float*>(scales.base) + static_cast<i64>(matrix) * scales.matrix;
@@ -53,43 +58,72 @@ struct Promotion {
     last_row = rows - 1, last = columns - 1;
     block = work.k / BK;
     last_block = (work.k_end - 1) / BK;
-    empty = RAGGED_K && work.k_end - work.k <= work.head;
+    empty = work.k_blocks == 0 || (RAGGED_K && work.k_end - work.k <= work.head);
     if constexpr (OF_A) a = matrix_of(of[0], matrix_a);
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
       if constexpr (OF_B) b[p] = matrix_of(of[OF_A + p], matrix_b);
   }
 
-  // The copiers: COUNT entries of block `y` of k, of which `index` says the place along m or n. It has few instructions
-  // for each: a stage is multiplied in no more time than one warp takes for some hundred.
-  template <bool K_MAJOR, int COUNT, typename Index>
-  DEVICE void copy_entries(u32 to, const float* from, int row, int y, Index index) const {
-    from += static_cast<i64>(y) * (K_MAJOR ? 1 : row);
+  // Calls a function with each of the thread's COUNT entries, and its number among them.
+  template <int COUNT, typename F>
+  DEVICE static void each_entry(F f) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i += COPIERS) {
-      int entry = i + threadIdx.x % COPIERS;
-      if (i + COPIERS > COUNT && entry >= COUNT) continue;
-      const float* x = from + static_cast<u32>(index(entry) * (K_MAJOR ? row : 1));
-      if constexpr (RAGGED_K) {
-        cp_async_word(to + entry * 4, x, empty ? 0 : 4);
-      } else {
-        cp_async_word(to + entry * 4, x);
+    for (int i = 0; i * COPIERS < COUNT; ++i) {
+      int entry = i * COPIERS + threadIdx.x % COPIERS;
+      if ((i + 1) * COPIERS <= COUNT || entry < COUNT) f(entry, i);
+    }
+  }
+
+  DEVICE int row_of(int entry) const { return min(m + entry, last_row) / A_SCALE_MN; }
+  DEVICE int column_of(int entry) const {
+    return BY_COLUMN ? min(n + entry, last) / MN : min(n / MN + entry, last / MN);
+  }
+
+  // An entry of the four blocks of k from `first` on, of rows of scales so long.
+  template <bool K_MAJOR>
+  DEVICE void load_entry(float (&held)[4], const float* from, int row, int index, int first) const {
+    if (K_MAJOR && (static_cast<u32>(reinterpret_cast<u64>(from)) | row * 4) % 16 == 0) {
+      float4 v = ld_global_v4(from + static_cast<u32>(index * row + first));
+      held[0] = v.x, held[1] = v.y, held[2] = v.z, held[3] = v.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int y = min(first + i, last_block);
+        held[i] = from[static_cast<u32>(K_MAJOR ? index * row + y : y * row + index)];
       }
     }
   }
 
+  // What is copied of the tile's block k and the three after it: the first of four, wherever it begins.
+  DEVICE void load(int k) {
+    int y = block + k;
+    if (empty || (k > 0 && y % 4 != 0)) return;
+    int first = min(y, last_block) / 4 * 4;
+    each_entry<A_ENTRIES>(
+        [&](int entry, int i) { load_entry<A_SCALE_K_MAJOR>(held_a[i], a, of[0].row, row_of(entry), first); });
+#pragma unroll
+    for (int p = 0; p < PRODUCTS; ++p)
+      each_entry<OF_B ? B_EACH : 0>([&](int entry, int i) {
+        load_entry<B_SCALE_K_MAJOR>(held_b[p][i], b[p], of[OF_A + p].row, column_of(entry), first);
+      });
+  }
+
+  // One of four, of which an index would be an address.
+  DEVICE float held_of(const float (&held)[4], int y) const {
+    float x = y & 2 ? (y & 1 ? held[3] : held[2]) : (y & 1 ? held[1] : held[0]);
+    return RAGGED_K && empty ? 0 : x;
+  }
+
   // The scales of the tile's block k, to a slot.
   DEVICE void copy(u32 slot, int k) const {
-    int y = min(block + k, last_block);
-    if constexpr (OF_A)
-      copy_entries<A_SCALE_K_MAJOR, A_ENTRIES>(slot, a, of[0].row, y,
-                                               [&](int entry) { return min(m + entry, last_row) / A_SCALE_MN; });
-    if constexpr (OF_B)
+    int y = block + k;
+    each_entry<A_ENTRIES>([&](int entry, int i) { st_shared_f32(slot + entry * 4, held_of(held_a[i], y)); });
 #pragma unroll
-      for (int p = 0; p < PRODUCTS; ++p)
-        copy_entries<B_SCALE_K_MAJOR, B_EACH>(
-            slot + (A_ENTRIES + p * B_EACH) * 4, b[p], of[OF_A + p].row, y,
-            [&](int entry) { return BY_COLUMN ? min(n + entry, last) / MN : min(n / MN + entry, last / MN); });
+    for (int p = 0; p < PRODUCTS; ++p)
+      each_entry<OF_B ? B_EACH : 0>([&](int entry, int i) {
+        st_shared_f32(slot + (A_ENTRIES + p * B_EACH + entry) * 4, held_of(held_b[p][i], y));
+      });
   }
 
   // ---- of a thread that multiplies ----
