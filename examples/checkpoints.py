@@ -112,8 +112,8 @@ def linear(tensors: Tensors, name: str, weights: str = "") -> tuple[Operand, str
         return cutjax.quantize(w, weights, block=block, scale_dtype=jnp.bfloat16), layout
     # GPTQ packs k into words, AWQ n: of the two sizes the one that scales and zero points have says which.
     if found["qweight"].shape[-1] == found["scales"].shape[-1]:
-        symmetric = (found["qzeros"] == 0x77777777).all()
-        zeros = None if symmetric else found["qzeros"]
+        zeros = found.get("qzeros")
+        zeros = None if zeros is None or (zeros == 0x77777777).all() else zeros
         return cutjax.formats.gptq(found["qweight"], found["scales"], zeros, found.get("g_idx")), "nn"
     return cutjax.formats.awq(found["qweight"], found["scales"], found["qzeros"]), "nn"
 

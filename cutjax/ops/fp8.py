@@ -200,7 +200,8 @@ def fp8_dot_general(
 
     Any contraction, batched or not, is taken. These stay ``jax.lax.dot_general``: products asked for in a higher
     precision, such as logits by ``precision="highest"``, which costs 16-bit operands nothing; operands other than
-    bfloat16, float16 and float32; and those that float8 is not predicted to make faster.
+    bfloat16, float16 and float32; those of symbolic sizes (``jax.export``), under each policy; and those that float8 is
+    not predicted to make faster.
 
     Args:
       recipe: the scales. "tensor": one for each matrix. "row": one for each row of the left matrix and each column of

@@ -135,6 +135,9 @@ def moe(
     count, experts = math.prod(x.shape[:-1]), logits.shape[-1]
     devices = _devices(expert_axis, group_offset, form, parts, room)
     _check_shapes(x, experts, gate, up, down, layout, group_offset is None, devices)
+    narrow = is_quantized(given) or are_narrow(x.dtype, gate.dtype) or are_narrow(x.dtype, down.dtype)
+    if gate.dtype != down.dtype and not narrow:
+        raise TypeError(f"moe: w_gate is {gate.dtype}, but w_down is {down.dtype}: cast one of them")
     loads = _gathers_in_loads(gather, fp8 is not None or is_quantized(given))
     if selection_bias is not None:
         bias = broadcastable(selection_bias, logits.shape, "moe")
@@ -241,8 +244,6 @@ def _check_shapes(x: Any, experts: int, gate: Any, up: Any, down: Any, layout: s
         raise ValueError(f"moe: x is {x.shape}, w_gate is {gate.shape}, layout {layout!r}: d differs")
     if contracted(gate, layout[1] == "n") != contracted(down, layout[1] == "t"):
         raise ValueError(f"moe: w_gate is {gate.shape}, w_down is {down.shape}, layout {layout!r}: h differs")
-    if gate.dtype != down.dtype and not (are_narrow(x.dtype, gate.dtype) or are_narrow(x.dtype, down.dtype)):
-        raise TypeError(f"moe: w_gate is {gate.dtype}, but w_down is {down.dtype}: cast one of them")
     if gate.shape[0] != down.shape[0]:
         raise ValueError(f"moe: w_gate has {gate.shape[0]} experts, w_down has {down.shape[0]}")
     if devices > 1 and gate.shape[0] * devices != experts:

@@ -261,7 +261,7 @@ def _operand(like: Operand, values: Any, arrays: Sequence[Any]) -> Operand:
     """Returns the operand of a kernel's problem that is like another, of values with scales."""
     scale = None
     if arrays:
-        sizes = [size // max(1, count) for size, count in zip(values.shape[-2:], arrays[0].shape[-2:], strict=True)]
+        sizes = [max(1, size // max(1, n)) for size, n in zip(values.shape[-2:], arrays[0].shape[-2:], strict=True)]
         mn, k = sizes if like.contiguous == "k" else sizes[::-1]
         scale = Scale(arrays[0].dtype, mn, k, arrays[1].dtype if len(arrays) > 1 else None)
     return dataclasses.replace(like, dtype=values.dtype, bits=0, scale=scale)

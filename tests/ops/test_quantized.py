@@ -199,6 +199,17 @@ def test_float32_takes_quantized_weights_too():
     close(*layers, 1e-4)
 
 
+@pytest.mark.parametrize(("inner", "outer"), [("int4", "int8"), ("int8", "float32"), ("float32", "float8_e5m2")])
+def test_experts_whose_weights_have_two_dtypes(inner, outer):
+    x, logits = normal(0, (M, K)), normal(1, (M, 3))
+    given = [scaled(i, (3, *shape)) for i, shape in enumerate(((K, N), (K, N), (N, K)), 2)]
+    dtypes = inner, inner, outer
+    pairs = zip(given, dtypes, strict=True)
+    weights = [w if dtype == "float32" else cutjax.quantize(w, dtype, block=(-1, 1)) for w, dtype in pairs]
+    wide = [w.dequantize() if isinstance(w, Quantized) else w for w in weights]
+    close(cutjax.moe(x, logits, *weights), oracles.moe(x, logits, *wide), 1e-4)
+
+
 # What a kernel reads.
 
 
@@ -240,6 +251,17 @@ def test_kernels_read_narrow_weights(name):
     assert found
     assert all(b in ("i8", "ui8", "f8E4M3FN") for _, b in found), found
     assert not re.search(r"convert .*\(tensor<[\dx]*x(ui?8|i8|f8E4M3FN)>\)", text)
+
+
+@pytest.mark.parametrize("sizes", [(0, K, N), (M, 0, N), (M, K, 0)])
+def test_empty_products_are_lowered_for_a_gpu(sizes):
+    m, k, n = sizes
+    w = Quantized(aval(k, n, dtype=jnp.uint8), aval(k, 1))  # scales along the contraction of the gradient too
+
+    def loss(x, w):
+        return cutjax.gemm(x, (w, w), epilogue=jnp.multiply).astype(F32).sum()
+
+    jax.jit(jax.value_and_grad(loss)).trace(aval(m, k), w).lower(lowering_platforms=("cuda",))
 
 
 def test_many_rows_are_decoded_on_hopper():

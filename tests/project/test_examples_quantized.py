@@ -56,6 +56,16 @@ def test_weights_are_read_as_they_are(example, tmp_path, weights):
     assert 0.7 < y.std() < 1.4
 
 
+def test_symmetric_files_have_no_zero_points(example):
+    checkpoints = example("checkpoints")
+    tensors = checkpoints.random_linear(np.random.default_rng(0), "x", 64, 128, "gptq")
+    w, _ = checkpoints.linear(tensors, "x")
+    del tensors["x.qzeros"]
+    found, layout = checkpoints.linear(tensors, "x")
+    assert layout == "nn"
+    jax.tree.map(np.testing.assert_array_equal, found, w)
+
+
 def test_serving(example, monkeypatch, tmp_path, capsys):
     """Tokens are the likeliest of the dequantized model, step by step over the cache and in one pass."""
     serving, checkpoints = example("serve_quantized"), example("checkpoints")
