@@ -352,8 +352,10 @@ def _quantized_us(x: Shaped, recipe: Recipe, role: str, last: bool, by_xla: bool
         choice = quantization.choose(quantization.Problem.of(aval, to, block, device=device, **orders), "auto")
         if choice.time_us is not None:
             return choice.time_us / (1 + both)
-    moved = math.prod(shape) * (2 * dtype.itemsize + 1 + 2 * (not last))
-    return 1e6 * moved / (device.bytes_per_second * PASS_BANDWIDTH)
+    sizes = shape[-2:] if last else shape[:-3:-1]
+    written = math.prod(shape[:-2]) * math.prod(map(_padded, sizes, recipe.block(role)))
+    moved = math.prod(shape) * 2 * dtype.itemsize + written * (1 + 2 * (not last))
+    return 2 * xla.PASS_US + 1e6 * moved / (device.bytes_per_second * PASS_BANDWIDTH)
 
 
 def float8_product(

@@ -215,3 +215,14 @@ def test_the_price_of_a_product():
         ):
             found = fp8_product._why_wide(recipe, roles, fp8_product.Dense(layout), 0, a, b, device_of(H200))
             assert why in found if why else not found, (k, n, layout, found)
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "block"])
+def test_small_products_of_odd_sizes_stay_wide(name):
+    """XLA quantizes them, in passes that take longer than the product, however few bytes they move."""
+    recipe = fp8_product.Recipe(name, "float8_e4m3fn", "auto")
+    roles = fp8_product.ACTIVATIONS, fp8_product.WEIGHTS
+    for m, k, n in ((129, 33, 130), (129, 130, 33), (64, 65, 96), (1000, 200, 100)):
+        x, w, experts = (((*shape,), np.dtype(BF16)) for shape in ((m, k), (k, n), (4, k, n)))
+        assert fp8_product._why_wide(recipe, roles, fp8_product.Dense("nn"), 0, x, w, device_of(H200))
+        assert fp8_product._why_wide(recipe, roles, fp8_product.Rows(0, "nn"), 4, x, experts, device_of(H200))
