@@ -149,6 +149,8 @@ def test_where_the_users_file_is(tmp_path, monkeypatch):
         {"config": {"family": ["sm90"]}, "time_us": 3.0},
         {"config": ["sm90"], "time_us": 3.0},
         {"xla_us": 0.0},
+        {"xla_us": 3.0, "lead": 0.0},
+        {"xla_us": 3.0, "lead": None},
         {"xla_us": None},
     ],
 )
@@ -169,7 +171,9 @@ def test_entries(times, xla, why):
     config = () if times[0] is None else (("bn", 128), ("family", "sm90"))
     entry = tuned.Entry(config, *times)
     assert (entry.xla_wins, entry.why) == (xla, why)
-    assert tuned.decode(json.loads(json.dumps(entry.encoded(date="today")))) == entry
+    for lead in (tuned.SURE, tuned.ONCE):
+        entry = tuned.Entry(config, *times, lead)
+        assert tuned.decode(json.loads(json.dumps(entry.encoded(date="today")))) == entry
 
 
 CONFIGS = [cutjax.Config(), cutjax.Config(64, 96, stages=5, schedule="pingpong", raster=-3)]

@@ -290,6 +290,15 @@ def test_xla_wins(monkeypatch):
     assert (row.after_us, row.xla_us) == (3.0, 1.0)
 
 
+@pytest.mark.parametrize(("lead", "kernel"), [(1.07, False), (1.09, True)])
+def test_what_was_measured_once_must_lead_by_more(monkeypatch, lead, kernel):
+    """It runs in the report, in this process and in those that read the file, or XLA does in all of them."""
+    Fake(monkeypatch, xla_us=3.0 * lead)
+    (row,) = cutjax.autotune(cutjax.gemm)(X, W).rows
+    tuned.read_again()
+    assert [row.config is not None, choose.choose(PROBLEM).kernel != "XLA"] == [kernel, kernel]
+
+
 def test_dropped_candidates(monkeypatch):
     Fake(monkeypatch, dropped=(1,))
     (row,) = cutjax.autotune(cutjax.gemm, candidates=3)(X, W).rows

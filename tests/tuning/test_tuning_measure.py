@@ -98,6 +98,15 @@ def test_long_calls_are_timed_in_windows(monkeypatch, seconds, finalists):
         assert (held_s >= 2 * measure.WINDOW_SECONDS) == (i in last)
 
 
+@pytest.mark.parametrize("seconds", [np.inf, 0.2])
+@pytest.mark.parametrize("trusted", ["f0", "f1"])
+def test_where_time_is_short_long_calls_that_xla_leads_have_no_windows(monkeypatch, trusted, seconds):
+    clock = Clock(monkeypatch, [500.0, 510.0])
+    found = measure.times({"f0": right, "f1": right}, INPUTS, right, measure.equal, trusted=(trusted,), seconds=seconds)
+    assert found.us == {"f0": 500.0, "f1": 510.0}
+    assert (len(clock.calls) < 10) == (trusted == "f0" and seconds < np.inf)
+
+
 @pytest.mark.parametrize("us", [5.0, 150.0, 20_000.0])
 def test_the_device_is_held_for_so_many_seconds(monkeypatch, us):
     """And for six calls of each function at most beside it."""
