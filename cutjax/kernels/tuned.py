@@ -24,9 +24,9 @@ SHIPPED = pathlib.Path(__file__).parent / "data"
 # How many times as fast as XLA a kernel was, at least, where it runs. Of 798 products measured twice, those that led by
 # less did not lead the second time: the fastest of many kernels is one that a measurement flatters.
 SURE = 1.02
-# The same of what one process of a user's measured: XLA tunes its own product anew in each, and the fastest of several
-# kernels is one that is flattered. Judged in another process, eight that led by 1.02 to 1.08 were at 0.954 to 1.042 of
-# XLA, a mean of 1.004; of 26 that led by more none was under 0.997 (docs/performance.md).
+# The same of what a user's process measured where XLA ran before: XLA tunes its own product anew in each process, and
+# the fastest of several kernels is flattered. Judged in another one, eight that led by 1.02 to 1.08 were at 0.954 to
+# 1.042 of XLA, a mean of 1.004; of 26 that led by more none was under 0.997 (docs/performance.md).
 ONCE = 1.08
 
 

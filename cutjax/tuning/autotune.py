@@ -303,7 +303,9 @@ def _row(task: Task, times: measure.Times) -> tuple[Row, tuned.Entry | None]:
     names = {config: choose(problem, config).kernel for config in task.configs} | {XLA: XLA}
     best = min((config for config in us if config != XLA), key=us.__getitem__, default=None)
     fields = () if best is None else tuple(sorted(fields_of(best).items()))
-    entry = tuned.Entry(fields, None if best is None else us[best], us.get(XLA), tuned.ONCE) if us else None
+    # A kernel that ran before has the model's word, or an earlier measurement's, too.
+    lead = tuned.ONCE if task.before.config is None else tuned.SURE
+    entry = tuned.Entry(fields, None if best is None else us[best], us.get(XLA), lead) if us else None
     strict = task.product.eqn.params["backend"] == "cuda"
     after = XLA if entry and entry.xla_wins and not (strict and best) else best
     before = XLA if task.before.config is None else task.before.config

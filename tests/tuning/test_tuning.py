@@ -19,7 +19,7 @@ from jax import lax
 
 import cutjax
 from cutjax.binding import lowering
-from cutjax.kernels import choose, device, families, tuned
+from cutjax.kernels import choose, device, families, tuned, xla
 from cutjax.kernels.keys import key
 from cutjax.runtime import settings, tuning_file
 from cutjax.tuning import autotune, first_sight, measure
@@ -290,13 +290,18 @@ def test_xla_wins(monkeypatch):
     assert (row.after_us, row.xla_us) == (3.0, 1.0)
 
 
-@pytest.mark.parametrize(("lead", "kernel"), [(1.07, False), (1.09, True)])
-def test_what_was_measured_once_must_lead_by_more(monkeypatch, lead, kernel):
+@pytest.mark.parametrize(("before", "lead", "kernel"), [(1, 1.07, 0), (1, 1.09, 1), (0, 1.01, 0), (0, 1.03, 1)])
+def test_what_was_measured_once_in_place_of_xla_must_lead_by_more(monkeypatch, before, lead, kernel):
     """It runs in the report, in this process and in those that read the file, or XLA does in all of them."""
     Fake(monkeypatch, xla_us=3.0 * lead)
-    (row,) = cutjax.autotune(cutjax.gemm)(X, W).rows
+    problem = cutjax.Problem.of(256, 512, 512 + 8 * before)
+    if before:
+        monkeypatch.setattr(xla, "time_us", lambda problem: 0.1)
+    shapes = (problem.m, problem.k), (problem.k, problem.n)
+    (row,) = cutjax.autotune(cutjax.gemm)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).rows
     tuned.read_again()
-    assert [row.config is not None, choose.choose(PROBLEM).kernel != "XLA"] == [kernel, kernel]
+    assert (row.before == "XLA") == bool(before)
+    assert [row.config is not None, choose.choose(problem).kernel != "XLA"] == [kernel, kernel]
 
 
 def test_dropped_candidates(monkeypatch):
