@@ -19,11 +19,9 @@ from cutjax.fusion.contraction import RAGGED
 from cutjax.fusion.jaxprs import Graph, bodies, is_literal, opened, variables, with_bodies, with_equations
 from cutjax.fusion.region import Region
 from cutjax.fusion.tail import Tail, Tile
-from cutjax.ops.arguments import group_sizes_of
 from cutjax.ops.ragged_dot import ragged_dot_general
 from cutjax.primitives import product as products
 from cutjax.primitives.derivative import outside
-from cutjax.primitives.factors import Factors
 
 NAME = "cutjax_fused"  # of the call, as the profiler and jaxprs show it
 
@@ -84,7 +82,7 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
     members = [graph.eqns[i] for i in region.members]
     eqns = [placed_anywhere(graph.eqns[i]) for i in region.tail]
     makers = [graph.eqns[graph.producer[x]] for x in region.results]
-    factors_of = [graph.product(i).invars for i in region.products]
+    arrays_of = [graph.product(i).invars for i in region.products]
     inputs, results, accumulators = region.inputs, region.results, region.accumulators
     form = region.found
 
@@ -94,10 +92,7 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
         def read(x: Any) -> Any:
             return jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else env[x]
 
-        pairs = [[read(x) for x in factors] for factors in factors_of]
-        factors = [form.operands(*pair[:2]) for pair in pairs]  # several are never swapped: they share a
-        context = [group_sizes_of(sizes, NAME) for sizes in pairs[0][2:]]
-        a, bs = factors[0][0], [b for _, b in factors]
+        factors = form.factors([[read(x) for x in arrays] for arrays in arrays_of])
 
         def epilogue(*accs: Any) -> list[Any]:
             tail, values = Tail(form.shape, form.rows), dict(env)
@@ -113,7 +108,7 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
 
         params: dict[str, Any] = {"precision": form.precision, "backend": "auto", "config": None}
         params |= {"out_dtype": (None,) * len(results), "save": "default", "hints": form.hints}
-        outs = products.call(form.product, epilogue, Factors(a, bs, context), (), **params)
+        outs = products.call(form.product, epilogue, factors, (), **params)
         outs = [lax.reshape(y, x.aval.shape) for y, x in zip(outs, results, strict=True)]
         return [
             maker.primitive.bind(y, **maker.params) if maker.primitive.name == "name" else y

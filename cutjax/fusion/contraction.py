@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
 from cutjax import dot_precision
 from cutjax.binding.rules import any_divided, leaves_axes
+from cutjax.epilogue.expression import identity
 from cutjax.fusion.convolved import Convolved, convolved
 from cutjax.fusion.flips import CONVOLUTION
 from cutjax.fusion.form import Form, unfit_dtypes
@@ -21,11 +23,13 @@ from cutjax.ops.contraction import Contraction as Plan
 from cutjax.ops.contraction import contraction as contraction_plan
 from cutjax.primitives.convolution import Convolution
 from cutjax.primitives.dense import FLIP, Dense
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
+from cutjax.primitives.scaled import Scaled
 
 RAGGED = "ragged_dot_general"
-OWN = ("cutjax_gemm", "cutjax_conv")
+OWN = ("cutjax_gemm", "cutjax_conv", "cutjax_scaled")
 _PRODUCTS = ("dot_general", RAGGED, CONVOLUTION)
 
 
@@ -54,7 +58,7 @@ class Contraction(Form):
     def result(self, d: jax.Array, shape: Sequence[int]) -> jax.Array:
         return super().result(d, shape) if self.plan is None else self.plan.result(d)
 
-    def avals(self, left: Any, right: Any) -> tuple[Any, Any]:
+    def avals(self, left: Any, right: Any) -> Sequence[Any]:
         x, y = (right, left) if self.swapped else (left, right)
         return super().avals(x, y)
 
@@ -85,17 +89,28 @@ class Own(Contraction):
     """A plain product of this package, which stays as it is unless it gets a tail.
 
     Attributes:
-      dense: the product that is bound.
+      own: the product that is bound.
+      beside: the shapes of the scales and zero points beside its operands.
     """
 
-    dense: Dense = dataclasses.field(kw_only=True)
+    own: Dense | Scaled = dataclasses.field(kw_only=True)
+    beside: tuple[tuple[int, ...], ...] = ()
 
     @property
     def product(self) -> Product:
-        return self.dense
+        return self.own
 
     def operands(self, left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
         return left, right
+
+    def factors(self, arrays: Sequence[Sequence[jax.Array]]) -> Factors:
+        first, *others = (self.own.unpack(of, identity(np.dtype(np.float32)))[0] for of in arrays)
+        scales = first.scales and (*first.scales, *(x.scales[1] for x in others))
+        return dataclasses.replace(first, bs=(*first.bs, *(x.bs[0] for x in others)), scales=scales)
+
+    def avals(self, left: Any, right: Any, *beside: Any) -> list[Any]:
+        more = map(jax.ShapeDtypeStruct, self.beside, beside)
+        return [*super().avals(left, right), *more]
 
 
 def is_product(eqn: Any) -> bool:
@@ -106,6 +121,9 @@ def is_product(eqn: Any) -> bool:
     if name not in OWN:
         return name in _PRODUCTS
     plain = params["epilogue"].primal.plain and not params["in_place"]
+    product = params["product"]
+    if isinstance(product, Scaled):
+        plain = plain and isinstance(product.product, Dense) and product.prologues == (None, None)
     return plain and params["backend"] == "auto" and params["config"] is None
 
 
@@ -116,15 +134,17 @@ def contraction(eqn: Any) -> Form | str:
 
 
 def _own(eqn: Any) -> Form | str:
-    (a, b), (out,), params = (x.aval for x in eqn.invars), (x.aval for x in eqn.outvars), eqn.params
-    if why := unfit_dtypes(a, b, out):
+    (a, b, *beside), (out,), params = (x.aval for x in eqn.invars), (x.aval for x in eqn.outvars), eqn.params
+    product, same = params["product"], (a.shape, b.shape, out.shape, params["precision"])
+    left, right = (x.update(dtype=product.multiplied(x.dtype)) for x in (a, b))
+    if why := unfit_dtypes(left, right, out):
         return why
     if 0 in (*a.shape, *b.shape, *out.shape):
         return "it is empty"
-    product, same = params["product"], (a.shape, b.shape, out.shape, params["precision"])
     if isinstance(product, Convolution):
         return Convolved(*same, product, hints=params["hints"])
-    return Own(*same, product.layout, hints=params["hints"], dense=product)
+    dense: Any = product.product if isinstance(product, Scaled) else product
+    return Own(*same, dense.layout, hints=params["hints"], own=product, beside=tuple(x.shape for x in beside))
 
 
 def _grouped(eqn: Any) -> Grouped | str:

@@ -13,6 +13,8 @@ from jax import lax
 
 from cutjax.binding.rules import any_reduced
 from cutjax.dtypes import FLOAT8, are_alike, are_narrow
+from cutjax.ops.arguments import group_sizes_of
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.product import Product
 
@@ -60,8 +62,13 @@ class Form:
         """Returns the equation's result, of that shape, of the product's."""
         return lax.reshape(d, shape)
 
-    def avals(self, left: Any, right: Any) -> tuple[Any, Any]:
-        """Returns the avals of a and b, told the dtypes of the operands."""
+    def factors(self, arrays: Sequence[Sequence[jax.Array]]) -> Factors:
+        """Returns the factors of products that share a, told the arrays of each: left, right, and sizes of groups."""
+        pairs = [self.operands(left, right) for left, right, *_ in arrays]
+        return Factors(pairs[0][0], [b for _, b in pairs], [group_sizes_of(x, "fuse") for x in arrays[0][2:]])
+
+    def avals(self, left: Any, right: Any) -> Sequence[Any]:
+        """Returns the avals of a and b, told the dtypes of the operands; and of what lies beside them."""
         return jax.ShapeDtypeStruct(self.a, left), jax.ShapeDtypeStruct(self.b, right)
 
 

@@ -105,8 +105,8 @@ class Price:
 
 def of_product(found: Form, eqn: Any) -> Price:
     """Returns the predicted times of an equation's product, by XLA and by a kernel."""
-    dtypes = (x.aval.dtype for x in (*eqn.invars, *eqn.outvars))
-    chosen = _problem(found, device_of(lowering.target()), *dtypes)
+    (out,), dtypes = (x.aval.dtype for x in eqn.outvars), (x.aval.dtype for x in eqn.invars)
+    chosen = _problem(found, device_of(lowering.target()), out, *dtypes)
     if isinstance(chosen, choose.Choice):
         return _by_xla(chosen)
     price = _of_problem(chosen, tuned.find(chosen))
@@ -114,9 +114,9 @@ def of_product(found: Form, eqn: Any) -> Price:
 
 
 @functools.lru_cache(maxsize=4096)
-def _problem(found: Form, device: Device, left: Any, right: Any, out: Any) -> Problem | choose.Choice:
+def _problem(found: Form, device: Device, out: Any, *dtypes: Any) -> Problem | choose.Choice:
     """Returns the same problem each time, which is hashed once, or the choice of XLA; told the arrays' dtypes."""
-    product, _, avals = _merged(found.product, identity(out), found.avals(left, right))
+    product, _, avals = _merged(found.product, identity(out), found.avals(*dtypes))
     problem = product.problem(*avals, out_dtype=out, device=found.hints.device(device))
     return choose.in_precision(product.in_order(problem), found.precision)
 

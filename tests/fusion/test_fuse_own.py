@@ -43,7 +43,18 @@ def heads(x, w, v, b):
     return jnp.tanh(cutjax.einsum("bqhd,bkhd->bhqk", q, q))
 
 
-FUSED = {dropin: 1, gemm: 1, transposed: 1, gate: 2, mixed: 1, heads: 1}
+def decoded(x, w, v, b):
+    """The norm of a residual behind weights of 4 bits: its sum of squares is the kernel's too."""
+    y = (cutjax.gemm(x[0], cutjax.quantize(w, jnp.int4, block=(16, 1))) + b).astype(jnp.float32)
+    return y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True))
+
+
+def columns(x, w, v, b):
+    """Scales and zero points of columns, and a batch."""
+    return jnp.tanh(cutjax.matmul(x, cutjax.quantize(w, jnp.uint8, block=(-1, 1), zero_point=True))) * b
+
+
+FUSED = {dropin: 1, gemm: 1, transposed: 1, gate: 2, mixed: 1, heads: 1, decoded: 1, columns: 1}
 
 
 @pytest.mark.parametrize("fn", FUSED, ids=lambda fn: fn.__name__)
