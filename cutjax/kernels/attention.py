@@ -204,6 +204,7 @@ class Kernel:
             "TIME": p.time,
             "DIVIDED": self.divided,
             "QUERIES_SHARED": self.query_bytes > 0,
+            "STREAMED": p.bytes > p.device.l2_bytes,
         }
         out = "float32" if self.divided else p.out_dtype.name
         head = f"constexpr Math MATH = Math::{dtypes.DTYPES[p.dtype.name].stored};\n"

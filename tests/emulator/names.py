@@ -250,7 +250,7 @@ def _cp_async(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple
     if words[2] == "wait_group":
         return "cp.async.wait_group", [], [int(operands[0])]
     to, source = operands[:2]
-    there = d.place(operands[3], 32) if len(operands) > 3 and "L2::cache_hint" not in words else -1
+    there = d.place(operands[3], 32) if len(operands) > 3 + ("L2::cache_hint" in words) else -1
     flat = [_based(d, to, 32)[0], _based(d, source)[0], there]
     return "cp.async", flat, [int(operands[2]), to.displacement, source.displacement]
 

@@ -133,6 +133,14 @@ def test_values(name):
     np.testing.assert_allclose(got, want, rtol=2**-7 if case.dtype == "bfloat16" else 2**-9, atol=2**-7)
 
 
+def test_what_l2_cannot_hold():
+    problem, arrays = problem_of(CASES["keys that fill no tile"])
+    streamed = dataclasses.replace(problem, device=dataclasses.replace(problem.device, l2_bytes=0))
+    config = CASES["keys that fill no tile"].config
+    assert "evict_first" in attention.Kernel(streamed, config).entries[0].source
+    np.testing.assert_array_equal(run(streamed, config, arrays), run(problem, config, arrays))
+
+
 def test_nan_of_a_masked_value():
     """0 times NaN is NaN, as in plain JAX; what is NaN in a masked key is not seen."""
     case = CASES["lengths"]

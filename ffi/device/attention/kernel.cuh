@@ -34,14 +34,18 @@ DEVICE float total(float x) {
   return x;
 }
 
-// Copies the rows of keys `first` and following, zeros where a part has no more.
+// Copies the rows of keys `first` and following, zeros where a part has no more. Where they are a stream that L2 cannot
+// hold, their lines leave it first.
 template <int SIZE, int PITCH>
 DEVICE void fetch(u32 to, const char* from, int key_bytes, int left, int lane) {
-  constexpr int CHUNKS = SIZE / 8;
+  constexpr int CHUNKS = SIZE / 8, ROWS_AT_ONCE = 32 / CHUNKS, MORE = 32 % CHUNKS;  // of 16 bytes
+  int row = lane / CHUNKS, chunk = lane % CHUNKS;
+  from += row * key_bytes + chunk * 16;
 #pragma unroll
   for (int i = 0; i < TILE * CHUNKS / 32; ++i) {
-    int at = i * 32 + lane, row = at / CHUNKS, chunk = at % CHUNKS;
-    cp_async<16>(to + row * PITCH + chunk * 16, from + row * key_bytes + chunk * 16, row < left);
+    cp_async<16, STREAMED>(to + row * PITCH + chunk * 16, from, row < left);
+    row += ROWS_AT_ONCE, chunk += MORE, from += ROWS_AT_ONCE * key_bytes + MORE * 16;
+    if (MORE > 0 && chunk >= CHUNKS) ++row, chunk -= CHUNKS, from += key_bytes - CHUNKS * 16;
   }
 }
 
@@ -88,7 +92,8 @@ struct Query {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int part = blockIdx.x % parts, matrix = blockIdx.x / parts, batch = matrix / heads, head = matrix % heads;
+  int part = DIVIDED ? blockIdx.x % parts : 0, matrix = DIVIDED ? blockIdx.x / parts : blockIdx.x;
+  int batch = matrix / heads, head = matrix % heads;
   int begin = part * keys_of_part, end = min(keys, begin + keys_of_part);
   k += batch * k_batch + head * k_head, v += batch * v_batch + head * v_head;
   const u32 ring = shared_address(shared_memory) + warp * STAGES * STAGE;
@@ -102,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     fetch<KEY_SIZE, KEY_PITCH>(to, k + static_cast<i64>(key) * k_key, k_key, end - key, lane);
     fetch<VALUE_SIZE, VALUE_PITCH>(to + TILE * KEY_PITCH, v + static_cast<i64>(key) * v_key, v_key, end - key, lane);
   };
-#pragma unroll
-  for (int n = 0; n < STAGES; ++n) {
+#pragma unroll 1
+  for (int n = 0; n < STAGES; ++n) {  // not unrolled: text that has to come from memory before the first load
     if (n < tiles) load(n, n);
     cp_async_commit_group();
   }
@@ -236,7 +241,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       whole += factor * its[1], x += factor * from[0], y += factor * from[1];
     }
     i64 place = static_cast<i64>(blockIdx.x) * ROWS + row;
-    if constexpr (!DIVIDED) x /= whole, y /= whole;
+    if constexpr (!DIVIDED) {
+      const float inverse = rcp_approx(whole);
+      x *= inverse, y *= inverse;
+    }
     const float pair[2] = {x, y};
     Vector<RESULT, 2>::store(result + (place * VALUE_SIZE + element) * SIZE<RESULT>, pair);
     if (DIVIDED && element == 0) st_global_v2(sums + 2 * place, most, whole);

@@ -3,11 +3,18 @@
 
 constexpr bool HAS_CP_ASYNC = __CUDA_ARCH__ >= 800;
 
-// Copies BYTES, or, unless `there`, zeroes them; nothing is read then.
-template <int BYTES>
+// Copies BYTES, or, unless `there`, zeroes them; nothing is read then. Lines of a copy that is FIRST leave L2 before
+// others do.
+template <int BYTES, bool FIRST = false>
 DEVICE void cp_async(u32 destination, const void* p, bool there) {
   int bytes = there ? BYTES : 0;
-  if constexpr (BYTES == 16) {
+  if constexpr (BYTES == 16 && FIRST) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(p),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+  } else if constexpr (BYTES == 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(p), "r"(bytes)
                  : "memory");
   } else {
