@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,14 @@ def test_what_is_refused():
     assert "wgmma multiplies their parts, in dense products" in why(problem(64, 64, 64, "nt", symmetric=True))
     assert "parts of complex numbers" in why(problem(64, 64, 4096), Config(splits=4))
     assert "swap of complex numbers" in why(problem(64, 64, 64), Config(bm=128, bn=64, swap=True))
+
+
+@pytest.mark.parametrize("result", ["bool", "uint8", "int32", "int64", "bfloat16", "float32", "float64"])
+def test_no_kernel_has_real_results(result):
+    """As ``preferred_element_type`` asks of drop-ins: a kernel's elements would be larger than the array's."""
+    for arch, math, dtype in itertools.product(("sm_80", "sm_90a"), ("", "tf32"), (np.complex64, np.complex128)):
+        asked = Problem.of(4096, 4096, 4096, "nn", dtype, dtype, np.dtype(result), arch=arch, math=math)
+        assert not cutjax.candidates(asked)
 
 
 def test_large_products_are_predicted_faster_than_xlas():

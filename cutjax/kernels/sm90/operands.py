@@ -110,7 +110,7 @@ def reasons(problem: Problem) -> list[str]:
     if a == b == "complex64" and problem.math == "tf32":
         if not problem.plain or problem.groups or problem.symmetric or problem.strided or len(summands(problem)) > 1:
             return [f"{both} by tf32: wgmma multiplies their parts, in dense products without an epilogue"]
-        return []
+        return [] if problem.out_dtype == C64 else [f"{both} as {short(problem.out_dtype.name)}: both parts are stored"]
     if a == b == "float32":
         if problem.math not in (ways := [name for name in _WAYS if name != "fast"]):
             return [f"{both}: wgmma multiplies float32 as one of {', '.join(ways)}"]
