@@ -128,15 +128,17 @@ def use_tuning(
 ) -> contextlib.AbstractContextManager[None]:
     """Chooses in a ``with`` block by which measurements kernels are chosen.
 
-    The choice holds for the current thread, may be nested, and is part of ``jax.jit``'s cache key: a function that was
-    jitted before is compiled again.
+    The choice is that of programs that are lowered in the block: around the call of a jitted function, not within one.
+    It holds for the current thread, may be nested, and is part of ``jax.jit``'s cache key: a function that was jitted
+    before is compiled again.
 
     Args:
       path: a file that ``cutjax.autotune(fn, path=path)`` wrote, which goes before all others. It is read when this
         function is called. None: the cost model alone chooses, whatever was measured.
       measure: how many kernels are timed, beside XLA, when a problem is first lowered for this process's GPU; 0 is
-        none. They are those that the cost model expects to be fastest. What won goes to the user's file and is kept.
-        Programs for several devices, and jobs of several processes, time nothing. ``CUTJAX_MEASURE`` is the default.
+        none. They are those that the cost model expects to be fastest. What won goes to the user's file and is kept;
+        where a scope hides that, nothing is timed. Programs for several devices, and jobs of several processes, time
+        nothing. ``CUTJAX_MEASURE`` is the default.
       frozen: a file as ``path``, by which alone kernels are chosen, and by the cost model where it has no entry:
         whatever else was tuned or is tuned later, a program gets the same kernels of this version of cutjax.
 
@@ -146,7 +148,7 @@ def use_tuning(
     Raises:
       FileNotFoundError: if there is no such file.
       TypeError: if nothing is asked, ``frozen`` with either of the others, or measurements that ``None`` hides.
-      ValueError: if ``measure`` is no number of kernels.
+      ValueError: if ``measure`` is no number of kernels, or if ``frozen`` is damaged or of another version's format.
 
     Examples:
       >>> import cutjax
@@ -158,7 +160,7 @@ def use_tuning(
     if frozen is not None:
         if named or measure is not None:
             raise TypeError("use_tuning: frozen= names the file that alone counts, without path and measure=")
-        return _scopes((None, _existing(frozen)), 0)
+        return _scopes((None, _existing(frozen, whole=True)))
     if not named and measure is None:
         raise TypeError("use_tuning: expected a file (None hides all), measure= or frozen=")
     if path is None and measure:
@@ -166,12 +168,12 @@ def use_tuning(
     if measure is not None and (isinstance(measure, bool) or not isinstance(measure, int) or measure < 0):
         raise ValueError(f"use_tuning: measure must be a number of kernels, 0 or more, got {measure!r}")
     if path is None:
-        return _scopes((None,), 0)
+        return _scopes((None,))
     return _scopes((_existing(path),) if named else (), measure)
 
 
 @contextlib.contextmanager
-def _scopes(added: tuple[Table | None, ...], measure: int | None) -> Iterator[None]:
+def _scopes(added: tuple[Table | None, ...], measure: int | None = None) -> Iterator[None]:
     """Adds tables to those of the scopes around, None among them to hide these, and says how many kernels are timed."""
     with contextlib.ExitStack() as stack:
         if added:
@@ -181,15 +183,19 @@ def _scopes(added: tuple[Table | None, ...], measure: int | None) -> Iterator[No
         yield
 
 
-def _existing(path: str | os.PathLike[str]) -> Table:
+def _existing(path: str | os.PathLike[str], *, whole: bool = False) -> Table:
     file = pathlib.Path(path).expanduser().absolute()
     if not file.is_file():
         raise FileNotFoundError(f"use_tuning: expected a file that cutjax.autotune(fn, path=...) wrote, {file} is none")
+    if whole and (problem := tuning_file.examine(file).problem):
+        raise ValueError(f"use_tuning: frozen= names {file}, by which nothing can be chosen: {problem}")
     return table(file)
 
 
 def measured() -> int:
     """Returns the number of kernels that are timed here for a problem that is new; 0 is none."""
+    if None in _scope.value:  # what won would go to a file that is hidden
+        return 0
     return settings().measure if _measured.value is None else _measured.value
 
 

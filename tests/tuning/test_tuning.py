@@ -428,8 +428,23 @@ def test_frozen(on_gpu, tmp_path):
         with cutjax.use_tuning(frozen=path):
             assert choose.choose(PROBLEM).config == SECOND
             assert lowered(jax.jit(lambda x, w: cutjax.gemm(x, w[:, :256])), X, W) == [model]
+            with cutjax.use_tuning(measure=3):  # what won would be hidden, so nothing is timed
+                lowered(jax.jit(lambda x, w: cutjax.gemm(x, w[:, :128])), X, W)
+        with cutjax.use_tuning(None), cutjax.use_tuning(path, measure=3):
+            lowered(jax.jit(lambda x, w: cutjax.gemm(x, w[:, :384])), X, W)
         assert choose.choose(PROBLEM).config == others[1]
     assert not on_gpu.tasks
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "it is damaged"), ('{"format": 2, "devices": {}}', "its format is 2")]
+)
+def test_frozen_refuses_what_it_cannot_read(tmp_path, text, message):
+    """Processes of one job of which some cannot read it would compile different programs."""
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"frozen= names .*a\.json, by which nothing can be chosen: {message}"):
+        cutjax.use_tuning(frozen=path)
 
 
 def test_a_frozen_program_is_the_same_whatever_is_tuned(tmp_path, monkeypatch):
