@@ -162,7 +162,7 @@ class Machine:
         params, maps = _parameters(kernel, launch, arrays)
         shape = np.array([*grid, *launch.block, *launch.cluster], np.int64)
         pointers = np.array([x.ctypes.data for x in arrays], np.uint64)
-        sizes = np.array([x.nbytes for x in arrays], np.int64)
+        sizes = np.array([_whole(x.nbytes) for x in arrays], np.int64)
         request = _Request(
             kernel.code.ctypes.data,
             len(kernel.code),
@@ -193,11 +193,17 @@ class Machine:
 
     def execute(self, call: Call, arrays: Sequence[np.ndarray], memory: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The results of a call's launches in the memory given for them: `launches.Execute` of tests/gpu."""
-        given = [_packed(x) for x in (*arrays, *memory)]
+        packed = [_packed(x) for x in (*arrays, *memory)]
+        words = [np.append(x.reshape(-1).view(np.uint8), _behind(x)) for x in packed]
+        given = [raw[: x.nbytes].view(x.dtype).reshape(x.shape) for raw, x in zip(words, packed, strict=True)]
         for argument, result in call.aliases:
             given[argument] = given[len(arrays) + result]
         for launch in call.launches:
             self.launch(launch, given)
+        if any((raw[x.nbytes :] != _behind(x)).any() for raw, x in zip(words, packed, strict=True)):
+            raise Fault(
+                f"{call.launches[-1].kernel}: what is behind an array, in its last word, is no more what it was"
+            )
         return given[len(arrays) :]
 
 
@@ -287,6 +293,16 @@ def _packed(x: np.ndarray) -> np.ndarray:
     raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8) & 15
     raw = np.append(raw, np.zeros(raw.size % 2, np.uint8))
     return raw[::2] | raw[1::2] << 4
+
+
+def _whole(size: int) -> int:
+    """Bytes of the words of 4 that an array lies in: kernels load those that have a byte of it."""
+    return -(-size // 4) * 4
+
+
+def _behind(x: np.ndarray) -> np.ndarray:
+    """The bytes of its last word that are not the array's: of NaN."""
+    return np.full(_whole(x.nbytes) - x.nbytes, 0xFF, np.uint8)
 
 
 def poison(shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ from cutjax.kernels import families
 from emulator import device
 from emulator.storage import Unsupported
 
-SIZES = (16, 64, 72, 100, 136, 200)
+SIZES = (16, 37, 64, 72, 100, 136, 200)
 LAYOUTS = {"dense": ("nn", "nt", "tn", "tt"), "rows": ("nn", "nt"), "k": ("tn",), "symmetric": ("nt", "tn")}
 
 

@@ -12,7 +12,7 @@ from products import Item
 
 from cutjax import Config
 from cutjax.kernels import families
-from cutjax.runtime.launch import Launch, Pointer
+from cutjax.runtime.launch import Call, Launch, Pointer
 from cutjax.runtime.tensor_map import TensorMap
 from emulator import device
 
@@ -99,6 +99,21 @@ def test_small(name):
     else:
         with pytest.raises(device.Fault, match=said):
             machine.launch(launch, [np.zeros(32, np.float32)])
+
+
+@pytest.mark.parametrize("bytes", [3, 5])
+def test_the_last_word_of_an_array(bytes):
+    """Of bytes that fill no whole words: all of it may be read, and what is not the array's is not written."""
+    text = 'extern "C" __global__ void small(unsigned char* x) { x[threadIdx.x] += ((unsigned*)x)[0] & 1; }'
+    image = device.compile_ptx(text, name="small", arch="sm_90a").image
+    for threads, said in ((bytes, None), (bytes + 1, "is no more what it was"), (9, "which has")):
+        call = Call((Launch("small", image, (1, 1, 1), (threads, 1, 1), params=(Pointer(0),)),))
+        arrays = [np.arange(1, bytes + 1, dtype=np.uint8)]
+        if said is None:
+            np.testing.assert_array_equal(device.execute(call, [], arrays)[0], np.arange(2, bytes + 2))
+        else:
+            with pytest.raises(device.Fault, match=said):
+                device.execute(call, [], arrays)
 
 
 DENSE = Item("bf16", "dense", "nn", 200, 128, 264, out="bfloat16")

@@ -121,7 +121,7 @@ PLAIN = {
 }
 
 
-# By FMA; DMMA of as much of k as there are registers for.
+# By FMA; DMMA of as much of k as there are registers for; loaded by threads, as words that begin anywhere.
 TILES = {
     "f32": (Item("f32", "dense", "nt", 72, 72, 19, "operands", arch="sm_90a"), MmaConfig(64, 64, 8, 64, 64, stages=3)),
     "f32 in units along k": (
@@ -138,6 +138,14 @@ TILES = {
     ),
     "f32 sliced": (Item("f32", "dense", "tn", 33, 40, 40, arch="sm_80"), MmaConfig(32, 32, 16, 16, 32, 2, stages=2)),
     "c64": (Item("c64", "dense", "nn", 40, 24, 20, arch="sm_90a"), MmaConfig(32, 32, 8, 32, 32, stages=3)),
+    "bf16 in rows of odd lengths": (
+        Item("bf16", "dense", "tn", 37, 33, 25, arch="sm_80"),
+        MmaConfig(32, 32, 32, 16, 16, stages=2),
+    ),
+    "u8 in rows of odd lengths": (
+        Item("u8", "dense", "nn", 37, 33, 25, arch="sm_80"),
+        MmaConfig(32, 32, 64, 16, 16, stages=2),
+    ),
     "s64": (Item("s64", "rows", "nt", 40, 24, 20, arch="sm_75"), MmaConfig(32, 32, 8, 16, 32, stages=2)),
     "f64 64x32": (Item("f64", "dense", "nn", 72, 40, 40, "sum"), MmaConfig(64, 64, 16, 64, 32, stages=3)),
     "f64 32x64": (Item("f64", "dense", "tt", 40, 72, 37), MmaConfig(32, 64, 32, 32, 64, stages=2)),

@@ -152,6 +152,12 @@ float toward_zero(double x) {
       COMPARED("setp.geu." type, T, !(a < b)), COMPARED("setp.nan." type, T, UNORDERED),                              \
       COMPARED("setp.num." type, T, !UNORDERED)
 
+template <class A, class B>
+u32 dot_of_bytes(u32 a, u32 b, u32 c) {
+  for (int j = 0; j < 4; ++j) c += static_cast<A>(a >> 8 * j) * static_cast<B>(b >> 8 * j);
+  return c;
+}
+
 void add_integers(Table& table) {
   SIGNED("add", W(a) + W(b), BINARY), UNSIGNED("add", W(a) + W(b), BINARY);
   SIGNED("sub", W(a) - W(b), BINARY), UNSIGNED("sub", W(a) - W(b), BINARY);
@@ -216,72 +222,67 @@ void add_integers(Table& table) {
 }
 }  // namespace
 );
-  table.push_back({"dp4a.s32.s32", RUN {
-                     return map3<i32, u32, u32, i32>(w, i, mask, [](u32 a, u32 b, i32 c) {
-  for (int j = 0; j < 4; ++j) c += static_cast<i8>(a >> 8 * j) * static_cast<i8>(b >> 8 * j);
-  return c;
-                     });
-  }
-  });
-  }
+OP3("dp4a.s32.s32", u32, u32, u32, u32, (dot_of_bytes<i8, i8>(a, b, c)));
+OP3("dp4a.s32.u32", u32, u32, u32, u32, (dot_of_bytes<i8, u8>(a, b, c)));
+OP3("dp4a.u32.s32", u32, u32, u32, u32, (dot_of_bytes<u8, i8>(a, b, c)));
+OP3("dp4a.u32.u32", u32, u32, u32, u32, (dot_of_bytes<u8, u8>(a, b, c)));
+}
 
-  void add_floats(Table& table) {
-#define FLOATS(T, type)                                                                                           \
-    BINARY("add." type, T, a + b), BINARY("sub." type, T, a - b), BINARY("mul." type, T, a* b),                     \
-        BINARY("add.rn." type, T, a + b), BINARY("sub.rn." type, T, a - b), BINARY("mul.rn." type, T, a* b),        \
-        TERNARY("fma.rn." type, T, std::fma(a, b, c)), BINARY("div.rn." type, T, a / b), UNARY("neg." type, T, -a), \
-        UNARY("abs." type, T, std::fabs(a)), BINARY("min." type, T, smaller(a, b)),                                 \
-        BINARY("max." type, T, larger(a, b)), UNARY("sqrt.rn." type, T, std::sqrt(a)),                              \
-        UNARY("rcp.rn." type, T, 1 / a), TERNARY("mad.rn." type, T, std::fma(a, b, c)),                             \
-        BINARY("copysign." type, T, std::copysign(b, a))
-    FLOATS(float, "f32"), FLOATS(double, "f64");
-    COMPARE_FLOATS(float, "f32"), COMPARE_FLOATS(double, "f64");
-    BINARY("min.NaN.f32", float, nan_if(a, b, smaller(a, b))), BINARY("max.NaN.f32", float, nan_if(a, b, larger(a, b)));
-    UNARY("ex2.approx.f32", float, std::exp2(exact(a))), UNARY("lg2.approx.f32", float, std::log2(exact(a)));
-    UNARY("rcp.approx.f32", float, 1 / exact(a)), UNARY("rsqrt.approx.f32", float, 1 / std::sqrt(exact(a)));
-    UNARY("sqrt.approx.f32", float, std::sqrt(a)), UNARY("tanh.approx.f32", float, std::tanh(exact(a)));
-    UNARY("sin.approx.f32", float, std::sin(exact(a))), UNARY("cos.approx.f32", float, std::cos(exact(a)));
-    UNARY("ex2.approx.ftz.f32", float, flushed(std::exp2(exact(flushed(a)))));
-    UNARY("lg2.approx.ftz.f32", float, std::log2(exact(flushed(a))));
-    UNARY("rcp.approx.ftz.f32", float, flushed(1 / exact(flushed(a))));
-    UNARY("rsqrt.approx.ftz.f32", float, 1 / std::sqrt(exact(flushed(a))));
-    UNARY("rcp.approx.ftz.f64", double, 1 / std::bit_cast<double>(std::bit_cast<u64>(a) >> 32 << 32));
-    UNARY("rsqrt.approx.ftz.f64", double, 1 / std::sqrt(std::bit_cast<double>(std::bit_cast<u64>(a) >> 32 << 32)));
-    BINARY("div.full.f32", float, exact(a) / b), BINARY("div.approx.f32", float, exact(a) / b);
-    TERNARY("fma.rn.sat.f32", float, std::fmin(1.f, std::fmax(0.f, std::fma(a, b, c))));
-    BINARY("add.rz.f32", float, toward_zero(exact(a) + exact(b)));  // as the logarithm's argument is reduced
-    TERNARY("fma.rm.f32", float, std::floor(std::fma(exact(a), exact(b), exact(c))));  // as exp2's argument is reduced
-    BINARY("add.sat.f32", float, std::fmin(1.f, std::fmax(0.f, a + b)));
-  }
+void add_floats(Table& table) {
+#define FLOATS(T, type)                                                                                               \
+  BINARY("add." type, T, a + b), BINARY("sub." type, T, a - b), BINARY("mul." type, T, a* b),                         \
+      BINARY("add.rn." type, T, a + b), BINARY("sub.rn." type, T, a - b), BINARY("mul.rn." type, T, a* b),            \
+      TERNARY("fma.rn." type, T, std::fma(a, b, c)), BINARY("div.rn." type, T, a / b), UNARY("neg." type, T, -a),     \
+      UNARY("abs." type, T, std::fabs(a)), BINARY("min." type, T, smaller(a, b)),                                     \
+      BINARY("max." type, T, larger(a, b)), UNARY("sqrt.rn." type, T, std::sqrt(a)), UNARY("rcp.rn." type, T, 1 / a), \
+      TERNARY("mad.rn." type, T, std::fma(a, b, c)), BINARY("copysign." type, T, std::copysign(b, a))
+  FLOATS(float, "f32"), FLOATS(double, "f64");
+  COMPARE_FLOATS(float, "f32"), COMPARE_FLOATS(double, "f64");
+  BINARY("min.NaN.f32", float, nan_if(a, b, smaller(a, b))), BINARY("max.NaN.f32", float, nan_if(a, b, larger(a, b)));
+  UNARY("ex2.approx.f32", float, std::exp2(exact(a))), UNARY("lg2.approx.f32", float, std::log2(exact(a)));
+  UNARY("rcp.approx.f32", float, 1 / exact(a)), UNARY("rsqrt.approx.f32", float, 1 / std::sqrt(exact(a)));
+  UNARY("sqrt.approx.f32", float, std::sqrt(a)), UNARY("tanh.approx.f32", float, std::tanh(exact(a)));
+  UNARY("sin.approx.f32", float, std::sin(exact(a))), UNARY("cos.approx.f32", float, std::cos(exact(a)));
+  UNARY("ex2.approx.ftz.f32", float, flushed(std::exp2(exact(flushed(a)))));
+  UNARY("lg2.approx.ftz.f32", float, std::log2(exact(flushed(a))));
+  UNARY("rcp.approx.ftz.f32", float, flushed(1 / exact(flushed(a))));
+  UNARY("rsqrt.approx.ftz.f32", float, 1 / std::sqrt(exact(flushed(a))));
+  UNARY("rcp.approx.ftz.f64", double, 1 / std::bit_cast<double>(std::bit_cast<u64>(a) >> 32 << 32));
+  UNARY("rsqrt.approx.ftz.f64", double, 1 / std::sqrt(std::bit_cast<double>(std::bit_cast<u64>(a) >> 32 << 32)));
+  BINARY("div.full.f32", float, exact(a) / b), BINARY("div.approx.f32", float, exact(a) / b);
+  TERNARY("fma.rn.sat.f32", float, std::fmin(1.f, std::fmax(0.f, std::fma(a, b, c))));
+  BINARY("add.rz.f32", float, toward_zero(exact(a) + exact(b)));  // as the logarithm's argument is reduced
+  TERNARY("fma.rm.f32", float, std::floor(std::fma(exact(a), exact(b), exact(c))));  // as exp2's argument is reduced
+  BINARY("add.sat.f32", float, std::fmin(1.f, std::fmax(0.f, a + b)));
+}
 
-  // Of halves: sums and products are doubles, which hold them, rounded once.
-  void add_halves(Table& table) {
-#define PAIR(name, expression)                                                                           \
-    OP2(name ".f16x2", u32, u32, u32,                                                                      \
-        halves(a, b, 0, of_half, to_half, [](double a, double b, double) { return expression; })),         \
-        OP2(name ".bf16x2", u32, u32, u32,                                                                 \
-            halves(a, b, 0, of_bfloat, to_bfloat, [](double a, double b, double) { return expression; })), \
-        OP2(name ".f16", u16, u16, u16,                                                                    \
-            to_half([](double a, double b) { return expression; }(of_half(a), of_half(b)))),               \
-        OP2(name ".bf16", u16, u16, u16,                                                                   \
-            to_bfloat([](double a, double b) { return expression; }(of_bfloat(a), of_bfloat(b))))
-    PAIR("add", a + b), PAIR("sub", a - b), PAIR("mul", a * b), PAIR("add.rn", a + b), PAIR("sub.rn", a - b);
-    PAIR("mul.rn", a * b), PAIR("min", smaller(a, b)), PAIR("max", larger(a, b));
-    OP2("max.u16x2", u32, u32, u32, std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16);
+// Of halves: sums and products are doubles, which hold them, rounded once.
+void add_halves(Table& table) {
+#define PAIR(name, expression)                                                                                         \
+  OP2(name ".f16x2", u32, u32, u32,                                                                                    \
+      halves(a, b, 0, of_half, to_half, [](double a, double b, double) { return expression; })),                       \
+      OP2(name ".bf16x2", u32, u32, u32,                                                                               \
+          halves(a, b, 0, of_bfloat, to_bfloat, [](double a, double b, double) { return expression; })),               \
+      OP2(name ".f16", u16, u16, u16, to_half([](double a, double b) { return expression; }(of_half(a), of_half(b)))), \
+      OP2(name ".bf16", u16, u16, u16,                                                                                 \
+          to_bfloat([](double a, double b) { return expression; }(of_bfloat(a), of_bfloat(b))))
+  PAIR("add", a + b), PAIR("sub", a - b), PAIR("mul", a * b), PAIR("add.rn", a + b), PAIR("sub.rn", a - b);
+  PAIR("mul.rn", a * b), PAIR("min", smaller(a, b)), PAIR("max", larger(a, b));
+  OP2("max.u16x2", u32, u32, u32, std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16);
 #define FUSED(type, of, to)                                                             \
-    OP3("fma.rn." type "x2", u32, u32, u32, u32,                                          \
-        halves(a, b, c, of, to, [](double a, double b, double c) { return a * b + c; })), \
-        OP3("fma.rn." type, u16, u16, u16, u16, to(static_cast<double>(of(a)) * of(b) + of(c)))
-    FUSED("f16", of_half, to_half), FUSED("bf16", of_bfloat, to_bfloat);
-    OP1("neg.f16", u16, u16, a ^ 0x8000), OP1("neg.bf16", u16, u16, a ^ 0x8000);
-    OP1("neg.f16x2", u32, u32, a ^ 0x80008000), OP1("neg.bf16x2", u32, u32, a ^ 0x80008000);
-    OP1("abs.f16x2", u32, u32, a & 0x7fff7fff), OP1("abs.bf16x2", u32, u32, a & 0x7fff7fff);
-  }
+  OP3("fma.rn." type "x2", u32, u32, u32, u32,                                          \
+      halves(a, b, c, of, to, [](double a, double b, double c) { return a * b + c; })), \
+      OP3("fma.rn." type, u16, u16, u16, u16, to(static_cast<double>(of(a)) * of(b) + of(c)))
+  FUSED("f16", of_half, to_half), FUSED("bf16", of_bfloat, to_bfloat);
+  OP1("neg.f16", u16, u16, a ^ 0x8000), OP1("neg.bf16", u16, u16, a ^ 0x8000);
+  OP1("neg.f16x2", u32, u32, a ^ 0x80008000), OP1("neg.bf16x2", u32, u32, a ^ 0x80008000);
+  OP1("abs.f16x2", u32, u32, a & 0x7fff7fff), OP1("abs.bf16x2", u32, u32, a & 0x7fff7fff);
+}
 
-  }  // namespace
+}  // namespace
 
-  void add_arithmetic(Table& table) {
-    add_integers(table);
-    add_floats(table);
-    add_halves(table);
-  }
+void add_arithmetic(Table& table) {
+  add_integers(table);
+  add_floats(table);
+  add_halves(table);
+}
