@@ -180,7 +180,7 @@ def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
                     f"if (lane % 4 == 0 && row + {8 * h} < to && column < n) {at.format(f'row + {8 * h}')} = r{i}[{h}];"
                 )
             clear.append(
-                f"for (int r = row + thread; column < n && r < to; r += STAGING_THREADS) {at.format('r')} = 0;"
+                f"for (int r = row + thread; column < n && r < to; r += STAGING_THREADS) {at.format('r')} = {{}};"
             )
         else:
             end += [_combine(out, f"r{i}[0]", f"r{i}[1]"), *_shuffles(out, f"r{i}[0]", (1, 2, 4, 8, 16))]

@@ -138,6 +138,11 @@ TILES = {
     ),
     "f32 sliced": (Item("f32", "dense", "tn", 33, 40, 40, arch="sm_80"), MmaConfig(32, 32, 16, 16, 32, 2, stages=2)),
     "c64": (Item("c64", "dense", "nn", 40, 24, 20, arch="sm_90a"), MmaConfig(32, 32, 8, 32, 32, stages=3)),
+    "c64 sums": (Item("c64", "dense", "nt", 40, 24, 20, "sums"), MmaConfig(32, 32, 8, 32, 32, stages=3)),
+    "c128 sums of rows in groups": (
+        Item("c128", "rows", "nn", 40, 24, 20, "of rows"),
+        MmaConfig(32, 32, 8, 32, 32, stages=2),
+    ),
     "bf16 in rows of odd lengths": (
         Item("bf16", "dense", "tn", 37, 33, 25, arch="sm_80"),
         MmaConfig(32, 32, 32, 16, 16, stages=2),
