@@ -207,7 +207,7 @@ class Flat:
             return None
         value = self.literals[ins[0]]
         if name == "convert_element_type":
-            widens = jnp.issubdtype(out.dtype, jnp.floating) or value.dtype == out.dtype
+            widens = jnp.issubdtype(out.dtype, jnp.inexact) or value.dtype == out.dtype
             if not widens and not np.array_equal(value.astype(out.dtype).astype(value.dtype), value):
                 return None
             value = value.astype(out.dtype)

@@ -69,6 +69,7 @@ FUNCTIONS = {
     "modulus": ("complex128", lambda acc: jnp.abs(acc), []),
     "power": ("complex128", lambda acc, x: jnp.where(x > 0, acc**3, -acc), ["float64"]),
     "widened": ("complex64", lambda acc, c: acc.astype(jnp.complex128) * c, ["complex128"]),
+    "a_number_made_complex": ("complex128", lambda acc: jnp.where(acc != 0, acc, 1), []),
     "real_made_complex": ("float64", lambda acc, c: acc * c, ["complex128"]),
 }
 
