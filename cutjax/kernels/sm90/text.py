@@ -19,7 +19,7 @@ from cutjax.runtime import sources
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, p + 3 c 4 of 128, and p + 4 c 5 of
 # 96. A producer that copies scales has some of four blocks of k, one that copies rows indices and addresses of 16.
 REGISTERS, OF_COPIES = (40, 232), (72, 216)
-OF_SLICES, OF_SCALED_SLICES = {3: (32, 160), 4: (32, 112)}, (80, 144)
+OF_SLICES, OF_SCALED_SLICES = {3: (32, 160), 4: (32, 112)}, (56, 152)
 # Accumulators beside which threads stage pairs of 4 bytes element by element, in an order in which all banks are served
 # at once; as pairs, those of two rows meet in a bank. More leave too few registers for its addresses. -1: never.
 TURNS_BESIDE = 128

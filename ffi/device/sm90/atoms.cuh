@@ -102,6 +102,16 @@ DEVICE u32 in_register(u32 x) {
 
 // ---- cp.async ----
 
+// Copies 4 bytes.
+DEVICE void cp_async_word(u32 destination, const void* p) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(p) : "memory");
+}
+
+// Copies `bytes`, up to 4, and zeroes the rest of 4.
+DEVICE void cp_async_word(u32 destination, const void* p, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(p), "r"(bytes) : "memory");
+}
+
 // Arrives when all that this thread has copied so far has landed; the barrier expects it.
 DEVICE void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     for (const TensorMap* map : map_d)
       if (map != nullptr) prefetch_tensormap(map);
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(pipe.full + stage * 8, FULL_ARRIVALS + SLOT_COPIERS / 32);
+      mbarrier_init(pipe.full + stage * 8, FULL_ARRIVALS + Promotion::ARRIVALS);
       mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER * RELEASING_WARPS);
     }
     if constexpr (EXTRAS_BYTES > 0)
@@ -90,6 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       each_tile([&](const Work& work, int matrix_a, int matrix_b) {
         fill_slots(pipe, shared, promotion, work, m, n, matrix_a, matrix_b);
       });
+      cp_async_wait_all();
     }
     if constexpr (CLUSTER_K > 1) share_nothing();
   } else {

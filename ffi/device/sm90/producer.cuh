@@ -69,8 +69,11 @@ DEVICE void fill_slots(Pipeline& pipe, SharedTiles shared, Promotes& promotion, 
       promotion.load(i);  // on its way while the stage is read
       mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
       promotion.copy(shared.slot(pipe.stage, Promotes::BYTES), i);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.full_barrier());
+      if constexpr (Promotes::COPIES) cp_async_mbarrier_arrive_noinc(pipe.full_barrier());
+      if constexpr (Promotes::STORES) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.full_barrier());
+      }
       pipe.advance();
     }
   }

@@ -4,7 +4,7 @@
 struct Promotion {
   static constexpr bool EVER = true, EACH = false;
   static constexpr u32 BYTES = 0;
-  static constexpr int COPIERS = 0;
+  static constexpr int COPIERS = 0, ARRIVALS = 0;
   static_assert(PROMOTED_BLOCKS > 0);
 
   // How many of the first k blocks are summed before they are added, of `blocks` in all pairs, `of_pair` in each.

@@ -3,7 +3,7 @@
 struct Promotion {
   static constexpr bool EVER = true, EACH = true;
   static constexpr u32 BYTES = 0;
-  static constexpr int COPIERS = 0;
+  static constexpr int COPIERS = 0, ARRIVALS = 0;
 
   struct Factors {};
   struct Columns {};

@@ -7,5 +7,5 @@
 struct Promotion {
   static constexpr bool EVER = false, EACH = false;
   static constexpr u32 BYTES = 0;
-  static constexpr int COPIERS = 0;
+  static constexpr int COPIERS = 0, ARRIVALS = 0;
 };

@@ -2,9 +2,9 @@
 // their columns of b: arrays in device memory that have one for SCALE_MN rows or columns, and for the block of k.
 //
 // A stage has a slot for the scales of its block of k: those of the tile's rows, then those of its columns. Warps of
-// the producer's copy them while TMA loads the stage, and arrive on its full barrier too. Shared memory serves little
-// else than wgmma: a scale goes through registers, which have it for four blocks of k by one load of 16 bytes where it
-// lies so, and is written beside those of its neighbours.
+// the producer's copy them while TMA loads the stage, and arrive on its full barrier too. Those that lie along k go
+// through registers, which have them for four blocks of k by one load of 16 bytes: copied one by one, each would take a
+// line of its own, and 128 x 256 by scales of columns 1.16 times as long. Others have neighbours in memory.
 
 DEVICE constexpr int gcd(int x, int y) { return y ? gcd(y, x % y) : x; }
 
@@ -19,6 +19,9 @@ struct Promotion {
   static constexpr int A_ENTRIES = OF_A ? BM : 0, B_ENTRIES = OF_B ? PRODUCTS * B_EACH : 0;
   static constexpr u32 BYTES = (A_ENTRIES + B_ENTRIES + 3) / 4 * 16;                      // of a slot
   static constexpr int COPIERS = 96;                                                      // threads
+  static constexpr bool STORES = (OF_A && A_SCALE_K_MAJOR) || (OF_B && B_SCALE_K_MAJOR);  // of registers
+  static constexpr bool COPIES = (OF_A && !A_SCALE_K_MAJOR) || (OF_B && !B_SCALE_K_MAJOR);
+  static constexpr int ARRIVALS = STORES * (COPIERS / 32) + COPIES * COPIERS;  // on the full barrier of a stage
   static constexpr int RUNS = BY_COLUMN || !OF_B ? 1 : (PART_COLUMNS - 1) / COLUMNS + 2;  // in a part, at most
 
   struct Scales {
@@ -80,50 +83,64 @@ struct Promotion {
     return BY_COLUMN ? min(n + entry, last) / MN : min(n / MN + entry, last / MN);
   }
 
-  // An entry of the four blocks of k from `first` on, of rows of scales so long.
-  template <bool K_MAJOR>
-  DEVICE void load_entry(float (&held)[4], const float* from, int row, int index, int first) const {
-    if (K_MAJOR && (static_cast<u32>(reinterpret_cast<u64>(from)) | row * 4) % 16 == 0) {
-      float4 v = ld_global_v4(from + static_cast<u32>(index * row + first));
+  // The four blocks of k from `first` on, of a row of scales.
+  DEVICE void load_row(float (&held)[4], const float* row, bool even, int first) const {
+    if (even) {
+      float4 v = ld_global_v4(row + first);
       held[0] = v.x, held[1] = v.y, held[2] = v.z, held[3] = v.w;
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int y = min(first + i, last_block);
-        held[i] = from[static_cast<u32>(K_MAJOR ? index * row + y : y * row + index)];
-      }
+      for (int i = 0; i < 4; ++i) held[i] = row[min(first + i, last_block)];
     }
   }
 
-  // What is copied of the tile's block k and the three after it: the first of four, wherever it begins.
+  // What goes through registers of the tile's block k and the three after it: the first of four, wherever it begins.
   DEVICE void load(int k) {
     int y = block + k;
     if (empty || (k > 0 && y % 4 != 0)) return;
     int first = min(y, last_block) / 4 * 4;
-    each_entry<A_ENTRIES>(
-        [&](int entry, int i) { load_entry<A_SCALE_K_MAJOR>(held_a[i], a, of[0].row, row_of(entry), first); });
+    auto row = [&](const float* of, int length, int index, float (&held)[4]) {
+      bool even = (static_cast<u32>(reinterpret_cast<u64>(of)) | length * 4) % 16 == 0;
+      load_row(held, of + static_cast<u32>(index * length), even, first);
+    };
+    if constexpr (OF_A && A_SCALE_K_MAJOR)
+      each_entry<A_ENTRIES>([&](int entry, int i) { row(a, of[0].row, row_of(entry), held_a[i]); });
+    if constexpr (OF_B && B_SCALE_K_MAJOR)
 #pragma unroll
-    for (int p = 0; p < PRODUCTS; ++p)
-      each_entry<OF_B ? B_EACH : 0>([&](int entry, int i) {
-        load_entry<B_SCALE_K_MAJOR>(held_b[p][i], b[p], of[OF_A + p].row, column_of(entry), first);
-      });
+      for (int p = 0; p < PRODUCTS; ++p)
+        each_entry<B_EACH>([&](int entry, int i) { row(b[p], of[OF_A + p].row, column_of(entry), held_b[p][i]); });
   }
 
-  // One of four, of which an index would be an address.
-  DEVICE float held_of(const float (&held)[4], int y) const {
-    float x = y & 2 ? (y & 1 ? held[3] : held[2]) : (y & 1 ? held[1] : held[0]);
-    return RAGGED_K && empty ? 0 : x;
+  // The scale of block `y` of k, to shared memory: one of four that are held, or of row `y` of those in memory.
+  template <bool K_MAJOR>
+  DEVICE void copy_entry(u32 to, const float (&held)[4], const float* from, int row, int index, int y) const {
+    if constexpr (K_MAJOR) {
+      float x = y & 2 ? (y & 1 ? held[3] : held[2]) : (y & 1 ? held[1] : held[0]);
+      st_shared_f32(to, RAGGED_K && empty ? 0 : x);
+    } else {
+      const float* x = from + static_cast<i64>(min(y, last_block)) * row + index;
+      if constexpr (RAGGED_K) {
+        cp_async_word(to, x, empty ? 0 : 4);
+      } else {
+        cp_async_word(to, x);
+      }
+    }
   }
 
   // The scales of the tile's block k, to a slot.
   DEVICE void copy(u32 slot, int k) const {
     int y = block + k;
-    each_entry<A_ENTRIES>([&](int entry, int i) { st_shared_f32(slot + entry * 4, held_of(held_a[i], y)); });
-#pragma unroll
-    for (int p = 0; p < PRODUCTS; ++p)
-      each_entry<OF_B ? B_EACH : 0>([&](int entry, int i) {
-        st_shared_f32(slot + (A_ENTRIES + p * B_EACH + entry) * 4, held_of(held_b[p][i], y));
+    if constexpr (OF_A)
+      each_entry<A_ENTRIES>([&](int entry, int i) {
+        copy_entry<A_SCALE_K_MAJOR>(slot + entry * 4, held_a[i], a, of[0].row, row_of(entry), y);
       });
+    if constexpr (OF_B)
+#pragma unroll
+      for (int p = 0; p < PRODUCTS; ++p)
+        each_entry<B_EACH>([&](int entry, int i) {
+          copy_entry<B_SCALE_K_MAJOR>(slot + (A_ENTRIES + p * B_EACH + entry) * 4, held_b[p][i], b[p], of[OF_A + p].row,
+                                      column_of(entry), y);
+        });
   }
 
   // ---- of a thread that multiplies ----
