@@ -424,7 +424,7 @@ def costs(f: Features) -> Costs:
         c.multiply * flops * (1 + slower)
         + c.shared * operands / 225e3
         + c.k_block
-        + (c.scaled * f.scaled + c.by_column * f.by_column) / (1 + 5 * f.by_three)
+        + (c.scaled * f.scaled + c.by_column * f.by_column * f.bm * f.bn / 32768) / (1 + 5 * f.by_three)
     )
     if some(f.steps) or some(f.change):
         more = c.unpacked * (f.packed < 0.5) + c.factor * minimum(f.factors, 1) + c.factor_f32 * (f.factors > 1)

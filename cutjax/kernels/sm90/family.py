@@ -42,7 +42,7 @@ PROMOTED_TILES = TILES | {
     ("pingpong", 64): (64, 96, 128, 160, 192),
     ("pingpong", 128): (64, 96),
     ("coop", 128): (64, 96, 112, 128, 144, 160, 176, 192, 256),
-    ("coop", 256): (64, 96, 112, 128),
+    ("coop", 256): (64, 128),
 }
 # Of the transposed result: bn lies along m, which may be a few tokens, and any width is as good where a is K-major.
 SWAPPED_TILES = {
