@@ -173,20 +173,21 @@ CONFIGS = [
     cutjax.Config(128, 128, stages=4, cluster_k=2),
     cutjax.Config(128, 160, stages=4, stream_k=True),
 ]
+SCALED = [(0, 0), (1, 1), (1, 128), (0, 1)]  # rows of a, and columns of b
 
 
 @pytest.mark.versions  # of NVRTC
 @compiled
-@pytest.mark.parametrize("of_b", [0, 1, 128])
-def test_kernels_compile_lean(of_b):
+@pytest.mark.parametrize(("of_a", "of_b"), SCALED)
+def test_kernels_compile_lean(of_a, of_b):
     """Nor does the compiler wait for each wgmma. Code is of four blocks of k beside each other, and of one.
 
     Each tile with one of the ways to scale, and one of many accumulators with all.
     """
-    asked = problem(4096, 4096, 4096, "nt", int(of_b > 0), of_b)
+    asked = problem(4096, 4096, 4096, "nt", of_a, of_b)
     configs = [config for config in CONFIGS if not isinstance(sm90.resolve(asked, config), tuple)]
     assert len(configs) >= 7
-    check_lean(asked, {CONFIGS[1]: None} | dict.fromkeys(configs[[0, 1, 128].index(of_b) :: 3]), 48 << 10)
+    check_lean(asked, {CONFIGS[1]: None} | dict.fromkeys(configs[SCALED.index((of_a, of_b)) :: 3]), 48 << 10)
 
 
 @pytest.mark.parametrize(

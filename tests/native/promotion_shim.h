@@ -19,6 +19,7 @@ static std::vector<unsigned char> shared_memory;
 
 inline void st_shared_v4(u32, u32, u32, u32, u32) {}
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 
 inline void cp_async_word(u32 to, const void* from, int bytes = 4) {
   std::memset(&shared_memory.at(to), 0, 4);

@@ -78,7 +78,7 @@ struct Promotion {
     }
   }
 
-  DEVICE int row_of(int entry) const { return min(m + entry, last_row) / A_SCALE_MN; }
+  DEVICE int row_of(int entry) const { return min(m + entry, last_row) / max(A_SCALE_MN, 1); }
   DEVICE int column_of(int entry) const {
     return BY_COLUMN ? min(n + entry, last) / MN : min(n / MN + entry, last / MN);
   }
