@@ -62,6 +62,12 @@ class Contraction(Form):
         x, y = (right, left) if self.swapped else (left, right)
         return super().avals(x, y)
 
+    def of_columns(self, n: int) -> Contraction:
+        """Returns the product of so many columns."""
+        k = self.a[-1 if self.layout[0] == "n" else -2]
+        b = (k, n) if self.layout[1] == "n" else (n, k)
+        return dataclasses.replace(self, b=(*self.b[:-2], *b), shape=(*self.shape[:-1], n))
+
     @property
     def transposed(self) -> Contraction:
         """The product whose result is transposed; of one without batch axes."""
@@ -107,6 +113,15 @@ class Own(Contraction):
         first, *others = (self.own.unpack(of, identity(np.dtype(np.float32)))[0] for of in arrays)
         scales = first.scales and (*first.scales, *(x.scales[1] for x in others))
         return dataclasses.replace(first, bs=(*first.bs, *(x.bs[0] for x in others)), scales=scales)
+
+    def of_columns(self, n: int) -> Contraction:
+        of_a = self.own.counts[0] if isinstance(self.own, Scaled) else 0
+        axis, times = len(self.b) - (1 if self.layout[1] == "n" else 2), n // self.shape[-1]
+        wider = (
+            tuple(size * times if i == axis and size > 1 else size for i, size in enumerate(shape))
+            for shape in self.beside[of_a:]
+        )
+        return dataclasses.replace(super().of_columns(n), beside=(*self.beside[:of_a], *wider))
 
     def avals(self, left: Any, right: Any, *beside: Any) -> list[Any]:
         more = map(jax.ShapeDtypeStruct, self.beside, beside)

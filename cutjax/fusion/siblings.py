@@ -76,12 +76,9 @@ def _bytes(graph: Graph, i: int) -> int:
 def beside(side: int, forms: Sequence[Contraction]) -> Contraction:
     """Returns the product of a shared left operand (side 0), or right one, by all others beside each other."""
     first = forms[0]
-    (*batch, m, n) = first.shape
     if side == 0:
-        n = sum(form.shape[-1] for form in forms)
-        k = first.a[-1 if first.layout[0] == "n" else -2]
-        b = (k, n) if first.layout[1] == "n" else (n, k)
-        return dataclasses.replace(first, b=(*first.b[:-2], *b), shape=(*batch, m, n))
+        return first.of_columns(sum(form.shape[-1] for form in forms))
+    (*batch, _, n) = first.shape
     m = sum(form.shape[-2] for form in forms)
     k = first.b[-2 if first.layout[1] == "n" else -1]
     a = (m, k) if first.layout[0] == "n" else (k, m)
