@@ -420,11 +420,13 @@ def costs(f: Features) -> Costs:
         slower = slower + f.promoted * (c.promoted + c.reread * (f.sum_parts - 1) * alone)
     # Written, and read: b once for each 64 rows of a.
     operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2
+    own = c.by_column * f.bm * f.bn / 32768 * (f.steps == 0) + c.decoded_by_column * (f.steps > 0)
+    of_columns = own * f.by_column
     multiply = sharing * (
         c.multiply * flops * (1 + slower)
         + c.shared * operands / 225e3
         + c.k_block
-        + (c.scaled * f.scaled + c.by_column * f.by_column * f.bm * f.bn / 32768) / (1 + 5 * f.by_three)
+        + (c.scaled * f.scaled + of_columns) / (1 + 5 * f.by_three)
     )
     if some(f.steps) or some(f.change):
         more = c.unpacked * (f.packed < 0.5) + c.factor * minimum(f.factors, 1) + c.factor_f32 * (f.factors > 1)
