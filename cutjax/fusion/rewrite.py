@@ -28,6 +28,7 @@ from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, bodies, is_literal, opene
 from cutjax.fusion.keys import Keys, argument
 from cutjax.fusion.moves import matrices, moved
 from cutjax.fusion.narrow import narrowed
+from cutjax.fusion.norms import reordered
 from cutjax.fusion.region import Region
 from cutjax.fusion.report import Report
 from cutjax.fusion.siblings import beside, merged_by_xla
@@ -113,7 +114,7 @@ class Rewriter:
                 jaxpr, reports, wide = quantized(jaxpr, self.fp8, self._scope)
                 self.reports += reports
                 self._wide |= wide
-            eqns = self._fused(opened(jaxpr), donated)
+            return reordered(with_equations(jaxpr, self._fused(opened(jaxpr), donated)))
         return with_equations(jaxpr, eqns)
 
     def _inside(self, eqn: Any) -> Any:
