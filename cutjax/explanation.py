@@ -129,6 +129,9 @@ def _fused_lines(row: Row) -> list[str]:
     ]
 
 
+_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")  # that jax lowers for
+
+
 def explain(
     fn: Callable[..., Any], *, platform: str | None = None, arch: str | None = None, device: str | None = None
 ) -> Callable[..., Explanation]:
@@ -159,7 +162,7 @@ def explain(
       product with an ``epilogue`` this, its ``operands``, its ``outputs`` and what a derivative ``saves``.
 
     Raises:
-      ValueError: if the architecture or the device is unknown, or if they differ.
+      ValueError: if the platform, the architecture or the device is unknown, or if the latter two differ.
 
     Examples:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -167,6 +170,8 @@ def explain(
       >>> len(cutjax.explain(cutjax.gemm)(x, x).rows)
       1
     """
+    if platform is not None and platform not in _PLATFORMS:
+        raise ValueError(f"explain: platform must be one of {', '.join(_PLATFORMS)}, got {platform!r}")
     asked = _target(arch, device)
     where = "cuda" if platform == "gpu" or (asked and platform is None) else platform or ""
 

@@ -97,12 +97,13 @@ def test_for_another_gpu():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"platform": "CUDA"}, "explain: platform must be one of cpu, cuda, gpu, rocm, tpu, got 'CUDA'"),
         ({"arch": "sm_99"}, "explain: expected an architecture such as sm_90a, one of sm_75, .* got 'sm_99'"),
         ({"device": "A900"}, "explain: unknown device 'A900'; known are "),
         ({"device": "NVIDIA L4", "arch": "sm_80"}, "explain: arch='sm_80', but NVIDIA L4 is sm_89"),
     ],
 )
-def test_an_unknown_gpu(fields, message):
+def test_an_unknown_gpu_or_platform(fields, message):
     with pytest.raises(ValueError, match=message):
         cutjax.explain(cutjax.gemm, **fields)
 
