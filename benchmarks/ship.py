@@ -1,7 +1,7 @@
 """Adds the fastest kernels of final measurements to those that ship: ``python -m benchmarks ship RESULTS.json...``.
 
 The files are what ``benchmarks direct --final`` wrote. A problem measured again replaces what was there. Report a
-sample before you ship it: a product that ships is one that was tuned to.
+sample before you ship it: a product that ships is one that was tuned to. What was there and is newer stays.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def main(argv: Sequence[str], folder: pathlib.Path = tuned.SHIPPED) -> int:
     for path in parser.parse_args(argv).results:
         device, found = entries(path)
         to = file_of(device, folder)
+        there = tuning_file.read(to).get(device, {})
+        found = {name: entry for name, entry in found.items() if entry["date"] >= there.get(name, entry)["date"]}
         tuning_file.merge(to, {device: found})
         print(f"{path.name}: {len(found)} products of {device}; {to.name} has {len(tuning_file.read(to)[device])}")
     return 0
