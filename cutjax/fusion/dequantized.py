@@ -16,7 +16,7 @@ from jax import lax
 
 from cutjax.dtypes import NARROW, holds
 from cutjax.fusion.contraction import is_sharded
-from cutjax.fusion.jaxprs import is_literal, opened, with_equations
+from cutjax.fusion.jaxprs import is_literal, makers_and_readers, opened, with_equations
 from cutjax.fusion.narrow import in_place_of
 from cutjax.ops.contraction import alike
 from cutjax.ops.dot_general import permuted
@@ -60,11 +60,7 @@ def requantized(jaxpr: Any) -> Any:
     products = [eqn for eqn in inner.eqns if eqn.primitive is lax.dot_general_p]
     if not products or not any(eqn.primitive.name == "mul" for eqn in inner.eqns):
         return jaxpr
-    makers = {eqn.outvars[0]: eqn for eqn in inner.eqns if len(eqn.outvars) == 1}
-    readers: dict[Any, int] = {}
-    for x in (*inner.outvars, *(x for eqn in inner.eqns for x in eqn.invars)):
-        if not is_literal(x):
-            readers[x] = readers.get(x, 0) + 1
+    makers, readers = makers_and_readers(inner)
     made: dict[int, list[Any]] = {}
     for eqn in products:
         if any(is_literal(x) or is_sharded(x.aval.sharding) for x in eqn.invars):

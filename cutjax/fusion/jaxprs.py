@@ -62,6 +62,13 @@ def renamed(eqn: Any, names: Mapping[Any, Any]) -> Any:
     return eqn.replace(invars=[x if is_literal(x) else names.get(x, x) for x in eqn.invars])
 
 
+def makers_and_readers(jaxpr: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
+    """Returns the equation of each variable that is the one result of its equation, and how often each is read."""
+    makers = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if len(eqn.outvars) == 1}
+    reads = (x for x in (*jaxpr.outvars, *(x for eqn in jaxpr.eqns for x in eqn.invars)) if not is_literal(x))
+    return makers, collections.Counter(reads)
+
+
 def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Any:
     """Returns a jaxpr, closed or open as it is, with other equations."""
     inner = opened(jaxpr)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from cutjax.fusion.contraction import is_sharded
-from cutjax.fusion.jaxprs import full_size, is_literal, opened, pointwise, with_equations
+from cutjax.fusion.jaxprs import full_size, is_literal, makers_and_readers, opened, pointwise, with_equations
 from cutjax.fusion.narrow import in_place_of
 
 
@@ -20,11 +20,7 @@ def reordered(jaxpr: Any) -> Any:
     inner = opened(jaxpr)
     if not any(eqn.primitive.name == "rsqrt" for eqn in inner.eqns):
         return jaxpr
-    makers = {eqn.outvars[0]: eqn for eqn in inner.eqns if len(eqn.outvars) == 1}
-    readers: dict[Any, int] = {}
-    for x in (*inner.outvars, *(x for eqn in inner.eqns for x in eqn.invars)):
-        if not is_literal(x):
-            readers[x] = readers.get(x, 0) + 1
+    makers, readers = makers_and_readers(inner)
     eqns: list[Any] = []
     for eqn in inner.eqns:
         factors = _factors(eqn, makers, readers) if eqn.primitive.name == "mul" else None
